@@ -1,0 +1,1 @@
+"""Replaying recorded traces against an SGLang server."""
