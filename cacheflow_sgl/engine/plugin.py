@@ -1,0 +1,83 @@
+"""Entry point `sglang.srt.plugins`: SGLang calls `register` in each of its processes.
+
+Every seam is one function of one file here, hooked onto one SGLang function. SGLang swallows what
+a plugin raises, so an unsupported SGLang gets only the checks that can tell the user about it.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+
+from cacheflow_sgl import cpu
+
+from . import backend_name, launch_checks
+from .version import UnsupportedSGLangError, check_sglang_version
+
+logger = logging.getLogger(__name__)
+
+# "off": leave the seams that patches/ provides to a patched SGLang.
+SEAMS_VARIABLE = "CACHEFLOW_PLUGIN_SEAMS"
+
+_MEM_CACHE = "sglang.srt.mem_cache"
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_FACTORY = f"{_MEM_CACHE}.storage.backend_factory.StorageBackendFactory"
+_ATTACHMENT = f"{_MEM_CACHE}.unified_cache.storage_attachment.StorageAttachment"
+_LAYOUTS = "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility"
+_SERVER_ARGS = "sglang.srt.server_args"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+def register() -> None:
+    """Register every hook this process needs; SGLang applies them afterwards."""
+    _hook_launch_checks()
+    try:
+        check_sglang_version()
+    except UnsupportedSGLangError as error:
+        logger.warning("%s; the plugin does nothing else", error)
+        return
+    if cpu.is_active():
+        cpu.register_hooks()
+    if os.environ.get(SEAMS_VARIABLE) != "off":
+        _hook_backend_name()
+    _hook_weight_updates()
+
+
+def _hook_launch_checks() -> None:
+    """Bad options end the start (or the attach) with one line."""
+    _after(f"{_SERVER_ARGS}.ServerArgs.add_cli_args", backend_name.add_flag_choice)
+    _around(f"{_SERVER_ARGS}.prepare_server_args", launch_checks.check_command_line)
+    _around(f"{_SERVER_ARGS}.ServerArgs.resolve_once", launch_checks.check_record)
+    _around(f"{_ATTACHMENT}.attach", launch_checks.check_attach)
+
+
+def _hook_backend_name() -> None:
+    """`cacheflow` becomes a storage backend."""
+    backend_name.register_backend()
+    _around(f"{_FACTORY}._create_builtin_backend", backend_name.create_backend)
+    _after(f"{_CONTROLLER}.attach_storage_backend", backend_name.use_v1_pages)
+    _after(_LAYOUTS, backend_name.use_storable_layout)
+
+
+def _hook_weight_updates() -> None:
+    """Stored pages follow the weights."""
+    from . import weight_updates
+
+    _around(f"{_WEIGHTS}.update_weights_from_disk", weight_updates.after_disk_update)
+    for update in ("distributed", "tensor", "ipc"):
+        target = f"{_WEIGHTS}.update_weights_from_{update}"
+        _around(target, weight_updates.after_memory_update)
+    _around(f"{_WEIGHTS}.end_weight_update", weight_updates.after_memory_update)
+    _after(f"{_SCHEDULER}.flush_cache", weight_updates.after_flush)
+
+
+def _around(target: str, hook: Callable[..., object]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _after(target: str, hook: Callable[..., object]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType.AFTER)
