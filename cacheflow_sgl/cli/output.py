@@ -1,0 +1,39 @@
+"""What every command prints and writes the same way."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+console = Console()
+error_console = Console(stderr=True)
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the result to FILE as JSON."),
+]
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    """Write `content` (msgspec types and builtins) to `path`, all or nothing; None does nothing."""
+    if path is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(text + b"\n")
+        Path(name).replace(path)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
+def fail(message: str, status: int = 2) -> None:
+    """End the command with one line on stderr."""
+    error_console.print(f"cacheflow: {message}", style="red", highlight=False, soft_wrap=True)
+    raise typer.Exit(status)

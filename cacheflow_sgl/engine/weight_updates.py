@@ -1,0 +1,41 @@
+"""Seam: pages of old weights are never served under new ones.
+
+SGLang can replace a model's weights while it serves. The tree and the host tier are flushed by
+SGLang itself; the store is ours, so its namespace moves with the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .storage import live_backends
+
+
+def after_disk_update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
+    output = update(manager, request)
+    _switch(request, output, request.model_path)
+    return output
+
+
+def after_memory_update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around the updates from tensors, from other processes and from a process group.
+
+    Also around the end of an update session, where weights may have come by remote writes.
+    """
+    output = update(manager, request)
+    _switch(request, output, None)
+    return output
+
+
+def after_flush(flushed: bool, *_args: Any, **_kwargs: Any) -> None:
+    """After `Scheduler.flush_cache`."""
+    if flushed:
+        for backend in live_backends:
+            backend.cache_flushed()
+
+
+def _switch(request: Any, output: Any, model_path: str | None) -> None:
+    # A failed update may have replaced some of the weights: it counts as a change, too.
+    flushed = bool(output.success and getattr(request, "flush_cache", False))
+    for backend in live_backends:
+        backend.weights_changed(model_path, flushed=flushed)
