@@ -89,8 +89,6 @@ def _checks(extra_config: str | None) -> list[Callable[[], list[Finding]]]:
 
 def _python() -> list[Finding]:
     found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        return [Finding("python", "fault", found, "use Python 3.11 or newer")]
     return [Finding("python", "ok", f"{found} at {sys.executable}")]
 
 

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
@@ -33,7 +33,7 @@ def write_json(path: Path | None, content: Any) -> None:
         fail(f"cannot write {path}: {error.strerror}")
 
 
-def fail(message: str, status: int = 2) -> None:
+def fail(message: str, status: int = 2) -> NoReturn:
     """End the command with one line on stderr."""
     error_console.print(f"cacheflow: {message}", style="red", highlight=False, soft_wrap=True)
     raise typer.Exit(status)

@@ -124,7 +124,8 @@ class OpaquePages:
 
 
 def _flat_bytes(page: torch.Tensor) -> np.ndarray:
-    return page.contiguous().view(torch.uint8).reshape(1, -1).numpy()
+    flat: np.ndarray = page.contiguous().view(torch.uint8).reshape(1, -1).numpy()
+    return flat
 
 
 def _known_buffers(pool: Any) -> list[torch.Tensor] | None:

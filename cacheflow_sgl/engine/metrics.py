@@ -61,5 +61,5 @@ class TierMetrics:
         for name, counter in self._counters.items():
             counter.inc(getattr(stats, name) - getattr(self._published, name))
         for kind, counter in self._errors.items():
-            counter.inc(stats.errors.get(kind, 0) - self._published.errors.get(kind, 0))
+            counter.inc(getattr(stats.errors, kind) - getattr(self._published.errors, kind))
         self._published = stats

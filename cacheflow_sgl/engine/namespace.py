@@ -100,7 +100,9 @@ class ModelIdentity:
         return f"run:{run_id}:{self._updates}"
 
 
-def pool_identity(model: ModelIdentity, config: Any, pool_name: str, pages: HostPages, pool: Any) -> dict[str, str | int]:
+def pool_identity(
+    model: ModelIdentity, config: Any, pool_name: str, pages: HostPages, pool: Any
+) -> dict[str, str | int]:
     """Identity of the pages of one host pool on this rank.
 
     Args:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +95,7 @@ def read_extra_config(text: str | None) -> dict[str, Any]:
         return _mapping(json.loads(text), where="the value")
     except json.JSONDecodeError as error:
         raise OptionsError(
-            f"{FLAG} is not valid JSON: {error}; write '{{\"directory\": \"/path\"}}' or @file.json"
+            f'{FLAG} is not valid JSON: {error}; write \'{{"directory": "/path"}}\' or @file.json'
         ) from None
 
 
@@ -143,7 +144,7 @@ def _file_system_bytes(directory: Path) -> int:
 
 
 def _read_file(path: Path) -> object:
-    loaders = {
+    loaders: dict[str, Callable[[str], object]] = {
         ".json": json.loads,
         ".toml": tomllib.loads,
         ".yaml": yaml.safe_load,

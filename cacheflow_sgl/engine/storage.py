@@ -83,7 +83,9 @@ class CacheFlowStorage(HiCacheStorage):
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, PoolStore] = {}
         self._stale_pages_live = False
-        self._metrics = TierMetrics(storage_config) if storage_config.enable_storage_metrics else None
+        self._metrics = (
+            TierMetrics(storage_config) if storage_config.enable_storage_metrics else None
+        )
         live_backends.add(self)
 
     # ---- Pools ----
@@ -307,4 +309,5 @@ def _restorable(stored: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
     if not tensor.is_contiguous():
         raise ValueError("plain values must be contiguous tensors")
-    return tensor.view(torch.uint8).reshape(1, -1).numpy()
+    flat: np.ndarray = tensor.view(torch.uint8).reshape(1, -1).numpy()
+    return flat
