@@ -20,9 +20,7 @@ def count_cores(bind: str) -> int:
     return len(cores)
 
 
-def init_threads(
-    original: Callable[..., None], *, local_omp_cpuid: str, **arguments: Any
-) -> None:
+def init_threads(original: Callable[..., None], *, local_omp_cpuid: str, **arguments: Any) -> None:
     """Give this rank as many threads as its core set has cores.
 
     Replaces `_init_cpu_threads_env` of `sglang/srt/distributed/bootstrap.py`, which binds

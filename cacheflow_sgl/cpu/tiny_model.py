@@ -24,7 +24,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 CONTEXT_LENGTH = 32768
 _MARK = "cacheflow_tiny_model"
-_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_END_OF_TURN = "<|im_end|>"
+_SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", _END_OF_TURN)
 _ATTENTION_SHARPNESS = 1.8
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -98,7 +99,7 @@ def write(directory: Path, recipe: Recipe, *, force: bool = False) -> None:
     tokenizer, tokenizer_config = _tokenizer(recipe.vocab)
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
-    end = tokenizer.token_to_id("<|im_end|>")
+    end = recipe.vocab - len(_SPECIAL_TOKENS) + _SPECIAL_TOKENS.index(_END_OF_TURN)
     _write_json(directory / "generation_config.json", {"eos_token_id": end, "do_sample": False})
     _write_json(config, _config(recipe, end))
 
@@ -208,9 +209,7 @@ def _tokenizer(vocab: int) -> tuple[Tokenizer, dict[str, Any]]:
     comes back as it went in and every id above the bytes stands for letters.
     """
     alphabet, candidates = _tokens()
-    merges = list(
-        itertools.islice(candidates, vocab - len(alphabet) - len(_SPECIAL_TOKENS))
-    )
+    merges = list(itertools.islice(candidates, vocab - len(alphabet) - len(_SPECIAL_TOKENS)))
     names = [*alphabet, *(first + second for first, second in merges)]
     bpe = models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=merges)
     tokenizer = Tokenizer(bpe)
@@ -222,7 +221,7 @@ def _tokenizer(vocab: int) -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT_LENGTH,
-        "eos_token": "<|im_end|>",
+        "eos_token": _END_OF_TURN,
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
         "chat_template": _CHAT_TEMPLATE,

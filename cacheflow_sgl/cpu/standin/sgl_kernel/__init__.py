@@ -32,6 +32,7 @@ class MissingKernel:
         return MissingKernel(f"{self._name}.{attribute}")
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise, naming the op and the mend."""
         raise RuntimeError(
             f"{self._name} was called, but sgl_kernel has no kernels for this machine ({_reason}); "
             "choose a dense model and CPU backends, or install an sgl_kernel built for this CPU"
@@ -53,11 +54,13 @@ class SubmoduleFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Claim every submodule of `sgl_kernel`."""
         if not fullname.startswith(f"{__name__}."):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make the module that answers for all names."""
         return MissingModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:

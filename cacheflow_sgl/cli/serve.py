@@ -1,0 +1,165 @@
+"""`cacheflow serve`: SGLang's server, on a GPU as it is, on a CPU with what it lacks there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+import yaml
+
+from cacheflow_sgl import cpu
+
+_BIND_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+_SGLANG = "import sys; from sglang.cli.main import main; sys.exit(main())"
+
+# Typer settings of the command: what it doesn't know belongs to SGLang.
+PASS_THROUGH = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": ["-h", "--help"],
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What `plan` needs to know of the machine.
+
+    Attributes:
+        accelerator: torch's name of it (`cuda`, also for ROCm; `xpu`, `npu`, ...), None without.
+        cores: ids of the cores this process may use.
+    """
+
+    accelerator: str | None
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """How to start the server.
+
+    Attributes:
+        argv: the command, program first.
+        environ: its whole environment.
+        notes: what was added to the user's flags and environment, for people to read.
+    """
+
+    argv: list[str]
+    environ: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def serve(context: typer.Context) -> None:
+    """Start SGLang's server, with a GPU or without.
+
+    Takes the flags of `sglang serve`. On a GPU all of them go there unchanged.
+    Where there is no GPU, or with --device cpu, the environment and the flags
+    that SGLang needs on a CPU are added, unless you gave them, and printed in
+    one line.
+
+    Example: cacheflow serve MODEL --enable-hierarchical-cache
+    --hicache-storage-backend cacheflow
+
+    All flags: sglang serve --help
+    """
+    planned = plan(context.args, os.environ, detect_hardware())
+    if planned.notes:
+        print(f"cacheflow serve: {'; '.join(planned.notes)}", file=sys.stderr, flush=True)
+    # The server takes over this process: signals and the exit status need no relay.
+    os.execve(planned.argv[0], planned.argv, planned.environ)
+
+
+def detect_hardware() -> Hardware:
+    """Ask torch for the accelerator, and the system for the cores."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cores = sorted(os.sched_getaffinity(0))
+    return Hardware(accelerator.type if accelerator else None, tuple(cores))
+
+
+def plan(args: Sequence[str], environ: Mapping[str, str], hardware: Hardware) -> ServePlan:
+    """Decide the device, and what SGLang needs there beyond the user's own flags.
+
+    Args:
+        args: flags of `sglang serve`; a model may come first. Never changed, only added to.
+        environ: the environment to start from.
+        hardware: what the machine has.
+    """
+    argv = [sys.executable, "-c", _SGLANG, "serve", *args]
+    flags = _read_flags(args)
+    if flags.device not in (None, "cpu") or (
+        # A platform plugin of SGLang's knows hardware that torch does not.
+        flags.device is None and (hardware.accelerator or environ.get("SGLANG_PLATFORM"))
+    ):
+        return ServePlan(argv, dict(environ))
+
+    planned = ServePlan(argv, dict(environ))
+    cpu.prepare(planned.environ)
+    reason = "as --device cpu says" if flags.device else "no GPU found"
+    planned.notes.append(f"running on the CPU, {reason}")
+    added: list[str] = []
+    if flags.device is None:
+        added += ["--device", "cpu"]
+    if flags.dtype is None and _checkpoint_dtype(flags.model) == "float32":
+        # SGLang's `auto` would turn float32 into float16, which CPUs compute slowly.
+        added += ["--dtype", "float32"]
+    if added:
+        planned.argv.extend(added)
+        planned.notes.append(f"added {' '.join(added)}")
+    ranks = flags.tp * flags.pp * flags.dp
+    if ranks > 1 and _BIND_VARIABLE not in environ:
+        bind = _share_cores(hardware.cores, ranks)
+        planned.environ[_BIND_VARIABLE] = bind
+        planned.notes.append(f"set {_BIND_VARIABLE}={bind}")
+    return planned
+
+
+def _read_flags(args: Sequence[str]) -> argparse.Namespace:
+    """The few flags the plan depends on, from the command line or from a `--config` file."""
+    # Like SGLang's own parser this one takes abbreviations, such as --tp for --tp-size.
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--tp-size", "--tensor-parallel-size", dest="tp", type=int, default=1)
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", dest="pp", type=int, default=1)
+    parser.add_argument("--dp-size", "--data-parallel-size", dest="dp", type=int, default=1)
+    try:
+        flags, _ = parser.parse_known_args(args)
+        if flags.config:
+            from_file = yaml.safe_load(Path(flags.config).read_text()) or {}
+            settings = [f"--{key.replace('_', '-')}={value}" for key, value in from_file.items()]
+            flags, _ = parser.parse_known_args([*settings, *args])
+    except (argparse.ArgumentError, OSError, yaml.YAMLError, AttributeError):
+        # A flag or a file that SGLang will refuse too, with a better message than ours.
+        flags, _ = parser.parse_known_args([])
+    if flags.model is None and args and not args[0].startswith("-"):
+        flags.model = args[0]
+    return flags
+
+
+def _checkpoint_dtype(model: str | None) -> str | None:
+    """The dtype a local checkpoint declares, None for a model that is not a directory here."""
+    try:
+        config = json.loads(Path(model or "", "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    declared = config.get("dtype") or config.get("torch_dtype")
+    return declared if isinstance(declared, str) else None
+
+
+def _share_cores(cores: Sequence[int], ranks: int) -> str:
+    """One entry a rank: its own share of `cores`, or one core in turn if they are too few."""
+    share = len(cores) // ranks
+    if share == 0:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return "|".join(
+        ",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks)
+    )
