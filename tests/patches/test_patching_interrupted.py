@@ -1,0 +1,135 @@
+"""scripts/apply_patches.py killed, or failing, before each of its writes.
+
+An audit hook sees every creation, change of mode, rename and removal of a file below the root
+before it happens, whatever the script's own structure, and strikes at the n-th.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+from conftest import MANIFEST, SCRIPT, TARGETS, run_script, snapshot
+
+STRIKE = """
+import os, runpy, signal, sys
+script, how, at, *args = sys.argv[1:]
+writes = 0
+
+def strike(event, arguments):
+    global writes
+    if event == "open":
+        counts = arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    else:
+        counts = event in ("os.rename", "os.remove", "os.chmod", "os.chown")
+    if not counts or (event == "open" and root not in str(arguments[0])):
+        return
+    writes += 1
+    if how == "kill" and writes == int(at):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (how == "fail" and writes == int(at)) or (how == "fail on" and writes >= int(at)):
+        raise OSError(28, "No space left on device", str(arguments[0]))
+
+root = args[args.index("--root") + 1]
+sys.path.insert(0, os.path.dirname(script))
+sys.argv = [script, *args]
+sys.addaudithook(strike)
+runpy.run_path(script, run_name="__main__")
+"""
+BEFORE = {f["path"]: f["before"] for p in reversed(MANIFEST["patches"]) for f in p["files"]}
+AFTER = {f["path"]: f["after"] for p in MANIFEST["patches"] for f in p["files"]}
+
+
+def struck(how: str, at: int, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", STRIKE, SCRIPT, how, str(at), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def hashes(root: Path) -> dict[str, str]:
+    return {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in TARGETS}
+
+
+@pytest.mark.parametrize("mode", [[], ["--revert"]], ids=["apply", "revert"])
+@pytest.mark.parametrize("then", [[], ["--revert"]], ids=["then-apply", "then-revert"])
+def test_killed_before_any_write_the_next_run_ends_the_work(
+    tree: Path, mode: list[str], then: list[str]
+) -> None:
+    original = snapshot(tree)
+    run_script("--root", tree)
+    patched = snapshot(tree)
+    partly = 0
+    for at in count(1):
+        run_script(*([] if mode else ["--revert"]), "--root", tree)
+        assert snapshot(tree) == (patched if mode else original)
+        result = struck("kill", at, *mode, "--root", tree)
+        if result.returncode == 0:
+            break
+        assert result.returncode == -9
+        now = hashes(tree)
+        assert all(now[name] in (BEFORE[name], AFTER[name]) for name in TARGETS)
+        if now not in (BEFORE, AFTER):
+            partly += 1
+            check = run_script("--check", "--root", tree)
+            assert check.returncode == 1
+            assert "partly applied" in check.stdout
+        assert run_script(*then, "--root", tree).returncode == 0
+        assert snapshot(tree) == (original if then else patched)  # and no staged file is left
+    assert at > 3 * len(TARGETS)  # a file is created, given its mode and renamed
+    assert partly == len(TARGETS) - 1
+
+
+@pytest.mark.parametrize("mode", [[], ["--revert"]], ids=["apply", "revert"])
+def test_a_failing_write_is_one_line_and_the_tree_is_as_before(tree: Path, mode: list[str]) -> None:
+    if mode:
+        run_script("--root", tree)
+    start = snapshot(tree)
+    for at in count(1):
+        result = struck("fail", at, *mode, "--root", tree)
+        if result.returncode == 0:
+            break
+        assert result.returncode == 2
+        assert result.stderr.startswith("apply_patches: cannot write in ")
+        assert "(No space left on device): nothing was changed" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert snapshot(tree) == start
+    assert at > 3 * len(TARGETS)
+
+
+def test_when_it_cannot_even_be_put_back_the_line_says_so(tree: Path) -> None:
+    start = snapshot(tree)
+    said = set()
+    for at in count(1):
+        result = struck("fail on", at, "--root", tree)
+        if result.returncode == 0:
+            break
+        assert result.stderr.count("\n") == 1
+        partly = hashes(tree) != BEFORE
+        assert ("the tree is partly applied" in result.stderr) == partly
+        assert ("nothing was changed" in result.stderr) != partly
+        said.add(partly)
+        run_script("--revert", "--root", tree)
+        assert snapshot(tree) == start
+    assert said == {True, False}
+
+
+def test_runs_at_the_same_time_end_in_one_state(tree: Path) -> None:
+    start = snapshot(tree)
+    for last in ([], ["--revert"]):
+        runs = [
+            subprocess.Popen(
+                [sys.executable, SCRIPT, *mode, "--root", tree],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            for mode in ([], ["--revert"], [], ["--revert"])
+        ]
+        for process in runs:
+            _, errors = process.communicate(timeout=60)
+            assert (process.returncode, errors) == (0, b"")
+        assert hashes(tree) in (BEFORE, AFTER)
+        run_script(*last, "--root", tree)
+    assert snapshot(tree) == start
