@@ -34,6 +34,11 @@ PATCHES = Path(__file__).resolve().parent.parent / "patches"
 FOLDER = "sglang-"  # patches/sglang-VERSION/
 OK, NOT_APPLIED, REFUSED = 0, 1, 2
 
+DESCRIPTION = """\
+Apply CacheFlow's source patches to an SGLang installation (the default), check them, or revert
+them byte for byte. The second run of the same changes nothing; a half-patched tree is never left.
+"""
+
 EPILOG = """\
 examples:
   apply_patches.py                      patch the SGLang that this Python imports
@@ -416,9 +421,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description="Apply CacheFlow's source patches to an SGLang installation (the default), "
-        "check them, or revert them byte for byte. Running it twice changes nothing more; "
-        "it never leaves a half-patched tree.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

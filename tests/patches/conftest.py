@@ -27,7 +27,8 @@ Snapshot = dict[str, tuple[int, bytes]]
 
 
 def run_script(*args: str | Path, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, script, *args]
+    # -S: no installed package is in reach.
+    command = [sys.executable, "-S", script, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import (
+
+from .conftest import (
     MANIFEST,
     PATCHES,
     REPOSITORY,

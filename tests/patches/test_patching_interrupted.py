@@ -13,7 +13,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from conftest import MANIFEST, SCRIPT, TARGETS, run_script, snapshot
+
+from .conftest import MANIFEST, SCRIPT, TARGETS, Snapshot, run_script, snapshot
 
 STRIKE = """
 import os, runpy, signal, sys
@@ -45,12 +46,18 @@ AFTER = {f["path"]: f["after"] for p in MANIFEST["patches"] for f in p["files"]}
 
 
 def struck(how: str, at: int, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", STRIKE, SCRIPT, how, str(at), *args]
+    command = [sys.executable, "-S", "-c", STRIKE, SCRIPT, how, str(at), *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def hashes(root: Path) -> dict[str, str]:
     return {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in TARGETS}
+
+
+def restore(root: Path, files: Snapshot) -> None:
+    for name, (_, data) in files.items():
+        (root / name).write_bytes(data)
+    assert snapshot(root) == files
 
 
 @pytest.mark.parametrize("mode", [[], ["--revert"]], ids=["apply", "revert"])
@@ -63,8 +70,7 @@ def test_killed_before_any_write_the_next_run_ends_the_work(
     patched = snapshot(tree)
     partly = 0
     for at in count(1):
-        run_script(*([] if mode else ["--revert"]), "--root", tree)
-        assert snapshot(tree) == (patched if mode else original)
+        restore(tree, patched if mode else original)
         result = struck("kill", at, *mode, "--root", tree)
         if result.returncode == 0:
             break
@@ -121,7 +127,7 @@ def test_runs_at_the_same_time_end_in_one_state(tree: Path) -> None:
     for last in ([], ["--revert"]):
         runs = [
             subprocess.Popen(
-                [sys.executable, SCRIPT, *mode, "--root", tree],
+                [sys.executable, "-S", SCRIPT, *mode, "--root", tree],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             )
