@@ -13,6 +13,7 @@ from typing import Any
 
 from hicache_tiers import DiskStore, StoreError
 
+from .namespace import new_run_id
 from .options import BACKEND, OptionsError, parse_options, read_extra_config
 from .version import UnsupportedSGLangError, check_sglang_version
 
@@ -35,6 +36,7 @@ def validate_server_args(server_args: Any) -> None:
     Called by the plugin in the launching process, and by SGLang's own resolution pipeline where
     the source patch is applied.
     """
+    new_run_id()  # also for a backend attached later
     if server_args.hicache_storage_backend != BACKEND:
         return
     check_sglang_version()

@@ -41,13 +41,17 @@ def new_run_id() -> None:
 class ModelIdentity:
     """Which model's KV this server stores; changes when its weights change at run time."""
 
-    def __init__(self, tag: str | None):
-        """Identify the model being served; `tag` is the user's own namespace option."""
-        from sglang.srt.runtime_context import get_model, get_spec
+    def __init__(self, model: Any, draft_path: str | None, tag: str | None):
+        """Identify a model.
 
+        Args:
+            model: SGLang's `model` configuration (`runtime_context.get_model()`).
+            draft_path: checkpoint of a speculative draft model, whose KV is stored beside.
+            tag: the user's own `namespace` option.
+        """
         self._tag = tag
-        self._model = get_model()
-        self._draft_path = get_spec().speculative_draft_model_path
+        self._model = model
+        self._draft_path = draft_path
         self._updates = 0
         self._weights = self._identify(
             self._model.model_path, self._model.revision, self._model.load_format

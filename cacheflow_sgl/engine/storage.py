@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.runtime_context import get_model, get_spec
 
 from hicache_tiers import DiskStore, Namespace, RecordLayout
 
@@ -77,7 +78,8 @@ class CacheFlowStorage(HiCacheStorage):
         """
         options = parse_options(dict(storage_config.extra_config or {}))
         self._config = storage_config
-        self._model = ModelIdentity(options.namespace)
+        draft_path = get_spec().speculative_draft_model_path
+        self._model = ModelIdentity(get_model(), draft_path, options.namespace)
         self._store = DiskStore.open(options.store_config())
         self._raw: Namespace | None = None
         self._host_pools: dict[str, Any] = {}
