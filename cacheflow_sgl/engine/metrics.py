@@ -57,7 +57,9 @@ class TierMetrics:
         self._published = TierStats()
 
     def publish(self, stats: TierStats) -> None:
-        """Add what has been counted since the last call."""
+        """Add what has been counted since the last call; quick where that is nothing."""
+        if stats == self._published:
+            return
         for name, counter in self._counters.items():
             counter.inc(getattr(stats, name) - getattr(self._published, name))
         for kind, counter in self._errors.items():
