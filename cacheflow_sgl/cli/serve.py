@@ -16,6 +16,7 @@ import yaml
 from cacheflow_sgl import cpu
 
 _BIND_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+_POOL_TOKENS = 65536
 _SGLANG = "import sys; from sglang.cli.main import main; sys.exit(main())"
 
 # Typer settings of the command: what it doesn't know belongs to SGLang.
@@ -109,6 +110,9 @@ def plan(args: Sequence[str], environ: Mapping[str, str], hardware: Hardware) ->
     if flags.dtype is None and _checkpoint_dtype(flags.model) == "float32":
         # SGLang's `auto` would turn float32 into float16, which CPUs compute slowly.
         added += ["--dtype", "float32"]
+    if flags.max_total_tokens is None and flags.mem_fraction_static is None:
+        # SGLang would fill the memory with the KV pool and leave none for the host pool.
+        added += ["--max-total-tokens", str(_POOL_TOKENS)]
     if added:
         planned.argv.extend(added)
         planned.notes.append(f"added {' '.join(added)}")
@@ -127,6 +131,8 @@ def _read_flags(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
+    parser.add_argument("--max-total-tokens")
+    parser.add_argument("--mem-fraction-static")
     parser.add_argument("--model-path", "--model", dest="model")
     parser.add_argument("--tp-size", "--tensor-parallel-size", dest="tp", type=int, default=1)
     parser.add_argument("--pp-size", "--pipeline-parallel-size", dest="pp", type=int, default=1)
