@@ -1,0 +1,146 @@
+"""The directory of a store: its layout, its format number, and who may use it.
+
+::
+
+    FORMAT      JSON: format number, limit of the index
+    LOCK        flock: shared by every process that has the store open, exclusive to repair it
+    index/      lmdb
+    segments/   segment files
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from hicache_tiers.config import BLOCK, StoreConfig
+from hicache_tiers.errors import StoreError
+from hicache_tiers.record import FORMAT
+from hicache_tiers.segments import try_lock
+
+_LOCK_WAIT_S = 60.0
+_INDEX_SHARE = 8
+_MIN_INDEX_BYTES, _MAX_INDEX_BYTES = 64 << 20, 64 << 30
+
+
+class FormatFile(msgspec.Struct, frozen=True):
+    """Content of ``FORMAT``."""
+
+    format: int
+    index_limit_bytes: int
+    """All processes map the index with this one size."""
+    written_by: str = "hicache_tiers"
+
+
+class Directory:
+    """An open, locked directory of this format."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self.root = config.directory
+        self.index = self.root / "index"
+        self.segments = self.root / "segments"
+        self._config = config
+        self._fd = -1
+
+    def enter(self) -> bool:
+        """Make what is missing and take the lock; whether this process is alone.
+
+        `StoreError` where that can't be done. Alone means: with the exclusive lock, free to
+        repair; `share` then lets others in.
+        """
+        try:
+            _make_directory(self.root)
+            self._fd = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            alone = try_lock(self._fd)
+            if not alone:
+                self._wait_for_share()
+            for path in (self.index, self.segments):
+                _make_directory(path)
+            if alone:
+                self._write_format()
+            self.format()
+        except OSError as error:
+            self.leave()
+            raise StoreError(
+                f"cannot use store directory {self.root}: {error.strerror or error} "
+                f"({error.filename or self.root}); give a writable directory on a local disk"
+            ) from error
+        except BaseException:
+            self.leave()
+            raise
+        return alone
+
+    def share(self) -> None:
+        """Turn the exclusive lock into a shared one."""
+        self._wait_for_share()
+
+    def check_index(self) -> None:
+        """`StoreError` where the index is gone while other processes use it."""
+        if not (self.index / "data.mdb").exists():
+            raise StoreError(
+                f"{self.index} has no index, and other processes use the store; stop them, then "
+                "start again: it is rebuilt from the segments"
+            )
+
+    def format(self) -> FormatFile:
+        """The checked content of ``FORMAT``; `StoreError` for another format."""
+        path = self.root / "FORMAT"
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=FormatFile)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(
+                f"{path} is not readable as a store format ({error}); remove the directory or "
+                "give another one"
+            ) from error
+        if found.format != FORMAT:
+            raise StoreError(
+                f"{self.root} is a store of format {found.format}, this version reads {FORMAT}; "
+                "give another directory or remove this one"
+            )
+        return found
+
+    def leave(self) -> None:
+        """Give the lock back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write_format(self) -> None:
+        """Create ``FORMAT``, or raise the limit of the index to what this capacity needs."""
+        path = self.root / "FORMAT"
+        share = self._config.capacity_bytes // _INDEX_SHARE // BLOCK * BLOCK
+        limit = min(max(share, _MIN_INDEX_BYTES), _MAX_INDEX_BYTES)
+        if path.exists() and self.format().index_limit_bytes >= limit:
+            return
+        unique = path.with_name(f"FORMAT.{os.getpid()}")
+        unique.touch(mode=0o600)
+        unique.write_bytes(msgspec.json.encode(FormatFile(FORMAT, limit)))
+        unique.replace(path)
+
+    def _wait_for_share(self) -> None:
+        """Take the shared lock; another process may hold it for as long as it repairs."""
+        give_up = time.monotonic() + _LOCK_WAIT_S
+        while not try_lock(self._fd, fcntl.LOCK_SH):
+            if time.monotonic() > give_up:
+                raise StoreError(
+                    f"{self.root} is being repaired by another process for over "
+                    f"{_LOCK_WAIT_S:g} s; wait for it to end, then start again"
+                )
+            time.sleep(0.02)
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory and its parents, closed to others whatever the umask is."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        _make_directory(path.parent)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotADirectoryError(20, "it is a file, not a directory", str(path)) from None
