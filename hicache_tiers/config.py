@@ -11,6 +11,9 @@ BLOCK = 4096
 
 MAX_SEGMENT_BYTES = 256 << 20
 
+NO_CAP = 1 << 62
+"""Capacity of a process that only looks after a store."""
+
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the store lives and how much it may take."""

@@ -39,11 +39,12 @@ class FormatFile(msgspec.Struct, frozen=True):
 class Directory:
     """An open, locked directory of this format."""
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(self, config: StoreConfig, create: bool) -> None:
         self.root = config.directory
         self.index = self.root / "index"
         self.segments = self.root / "segments"
         self._config = config
+        self._create = create
         self._fd = -1
 
     def enter(self) -> bool:
@@ -52,6 +53,8 @@ class Directory:
         `StoreError` where that can't be done. Alone means: with the exclusive lock, free to
         repair; `share` then lets others in.
         """
+        if not self._create and not (self.root / "FORMAT").is_file():
+            raise StoreError(f"{self.root} holds no store; check the path")
         try:
             _make_directory(self.root)
             self._fd = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -60,7 +63,7 @@ class Directory:
                 self._wait_for_share()
             for path in (self.index, self.segments):
                 _make_directory(path)
-            if alone:
+            if alone and self._create:
                 self._write_format()
             self.format()
         except OSError as error:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from hicache_tiers import maintenance
-from hicache_tiers.config import StoreConfig
-from hicache_tiers.directory import Directory
+from hicache_tiers.config import NO_CAP, StoreConfig
 from hicache_tiers.errors import StoreError
-from hicache_tiers.index import Index, why_damaged
-from hicache_tiers.io_pool import Buffers, IoPool
 from hicache_tiers.layout import Parts, RecordLayout
 from hicache_tiers.reader import Reader
-from hicache_tiers.rebuild import rebuild
 from hicache_tiers.record import NamespaceId, entry_key, key_bytes
-from hicache_tiers.segments import SegmentFiles
-from hicache_tiers.space import Space
-from hicache_tiers.stats import Counters, GcReport, NamespaceInfo, TierStats, Usage, VerifyReport
+from hicache_tiers.resources import Resources
+from hicache_tiers.stats import GcReport, NamespaceInfo, TierStats, Usage, VerifyReport
 from hicache_tiers.syscalls import Syscalls
-from hicache_tiers.tables import IndexBrokenError
-from hicache_tiers.warn import Warner
+from hicache_tiers.warn import logger
 from hicache_tiers.writer import Writer
 
 _registry_lock = threading.Lock()
@@ -30,23 +25,41 @@ _stores: dict[str, DiskStore] = {}
 """Stores open in this process, by real path of their directory."""
 
 
+class _Opened:
+    """What one process has open, with its two halves."""
+
+    def __init__(self, config: StoreConfig, calls: Syscalls, create: bool) -> None:
+        self.resources = Resources(config, calls, create)
+        self.reader = Reader(self.resources)
+        self.writer = Writer(self.resources)
+
+    def close(self) -> None:
+        self.writer.seal()
+        self.resources.close()
+
+    def drop_inherited(self) -> None:
+        self.writer.drop_inherited()
+        self.resources.drop_inherited()
+
+
 class DiskStore:
     """A directory of KV pages, shared by any number of threads, processes and ranks.
 
     A write becomes visible by one index commit, after its bytes are in the segment file; a read
-    is the right bytes or a miss. Neither raises for I/O trouble. After a fork the child has the
-    store open too, as a process of its own.
+    is the right bytes or a miss. Neither raises for I/O trouble. In a forked child the store is
+    open too: the child becomes a user of its own with its first call. After `close` all reads
+    miss and all writes are refused.
     """
 
-    def __init__(self, config: StoreConfig, calls: Syscalls) -> None:
-        """Use `open`."""
+    def __init__(self, config: StoreConfig, calls: Syscalls, create: bool) -> None:
+        """Use `open` or `open_existing`."""
         self.config = config
         self._calls = calls
-        self._counters = Counters()
-        self._warner = Warner()
         self._opens = 1
-        self._directory = Directory(config)
-        self._start()
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+        self._forked = False
+        self._start(create)
 
     @classmethod
     def open(cls, config: StoreConfig, calls: Syscalls | None = None) -> Self:
@@ -56,112 +69,79 @@ class DiskStore:
         one, each open needs its `close`. `StoreError` where the directory can't be used, or is
         open in this process with other settings. `calls` is for tests that inject faults.
         """
+        return cls._open(config, calls or Syscalls(), create=True)
+
+    @classmethod
+    def open_existing(cls, directory: Path) -> Self:
+        """Open a store to look after it, whatever cap its users gave it: nothing is evicted.
+
+        `StoreError` where there is none.
+        """
+        config = StoreConfig(directory=directory, capacity_bytes=NO_CAP)
+        return cls._open(config, Syscalls(), create=False)
+
+    @classmethod
+    def _open(cls, config: StoreConfig, calls: Syscalls, create: bool) -> Self:
         with _registry_lock:
             path = os.path.realpath(config.directory)
             store = _stores.get(path)
             if store is None:
-                store = _stores[path] = cls(config, calls or Syscalls())
-            elif store.config != config:
+                opened = cls(config, calls, create)
+                _stores[path] = opened
+                return opened
+            if store.config != config:
                 raise StoreError(
                     f"{config.directory} is open in this process with other settings "
                     f"({store.config}); use the same everywhere"
                 )
-            else:
-                store._opens += 1
+            store._opens += 1
             assert isinstance(store, cls)
             return store
 
     def close(self) -> None:
         """Give back this open; the last one seals the segment and closes the index."""
         with _registry_lock:
+            if not self._opens:
+                return
             self._opens -= 1
             if self._opens:
                 return
             _stores.pop(os.path.realpath(self.config.directory), None)
-        self._stop()
+        with self._lock:
+            opened, self._opened, self._forked = self._opened, None, False
+        if opened is not None:
+            opened.close()
 
-    def _start(self) -> None:
-        """Take the directory and build the parts of this process."""
-        config = self.config
-        alone = self._directory.enter()
-        try:
-            if alone:
-                self._repair()
-                self._directory.share()
-            self._directory.check_index()
-            limit = self._directory.format().index_limit_bytes
-            self._index = Index(self._directory.index, limit)
-        except (IndexBrokenError, OSError) as error:
-            self._directory.leave()
-            raise StoreError(
-                f"cannot open the index of {config.directory}: {error}; check the space and the "
-                "permissions there"
-            ) from error
-        except BaseException:
-            self._directory.leave()
-            raise
-        self._files = SegmentFiles(self._directory.segments, self._calls)
-        self._pool = IoPool("store-io", config.io_threads, config.deadline_s)
-        # One thread: lmdb has one writer at a time, and a hung commit must not take the readers'.
-        self._index_thread = IoPool("store-index", 1, config.deadline_s)
-        self._buffers = Buffers(spare=2 * config.io_threads)
-        self._space = Space(
-            config, self._index, self._files, self._calls, self._counters, self._warner
-        )
-        self._reader = Reader(
-            self._index,
-            self._files,
-            self._space,
-            self._pool,
-            self._index_thread,
-            self._buffers,
-            self._calls,
-            self._counters,
-            self._warner,
-            config.io_threads,
-        )
-        self._writer = Writer(
-            config,
-            self._space,
-            self._pool,
-            self._index_thread,
-            self._buffers,
-            self._calls,
-            self._counters,
-            self._warner,
-        )
-        self._reader.change_index(self._space.tidy)
+    def _start(self, create: bool) -> None:
+        opened = _Opened(self.config, self._calls, create)
+        self._counters = opened.resources.counters
+        self._opened = opened
 
-    def _repair(self) -> None:
-        """Make the index usable, being alone in the directory."""
-        limit = self._directory.format().index_limit_bytes
-        if why_damaged(self._directory.index) is None:
-            try:
-                index = Index(self._directory.index, limit)
-                with index.writing() as txn:
-                    txn.recompute_used()
-                index.close(timeout_s=0.0)
-                return
-            except IndexBrokenError:
-                pass
-        rebuild(self._directory.index, limit, self._directory.segments)
+    def _now(self) -> _Opened | None:
+        """What this process has open; None once closed."""
+        if self._forked:
+            with self._lock:
+                if self._forked:
+                    self._forked = False
+                    try:
+                        self._start(create=True)
+                    except StoreError as error:
+                        logger.warning("no store in a forked child: %s", error)
+        return self._opened
 
-    def _stop(self) -> None:
-        self._writer.seal()
-        self._reader.change_index(self._space.write_touches)
-        self._pool.close()
-        self._index_thread.close()
-        self._index.close(self.config.deadline_s)
-        self._files.close()
-        self._directory.leave()
+    def _open_now(self) -> _Opened:
+        opened = self._now()
+        if opened is None:
+            raise StoreError(f"the store {self.config.directory} is closed; open it again")
+        return opened
 
     def _after_fork(self) -> None:
-        """In a forked child: let go of what is the parent's and start anew."""
-        self._writer.drop_inherited()
-        self._files.close()
-        self._index.drop_inherited()
-        self._directory.leave()
-        self._start()
+        """In a forked child: let go of what is the parent's."""
+        self._lock = threading.Lock()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._forked = True
+            opened.drop_inherited()
 
     def namespace(self, identity: Mapping[str, str | int], layout: RecordLayout) -> Namespace:
         """The records of one identity: model fingerprint, dtype, page size, shard and the like.
@@ -172,40 +152,45 @@ class DiskStore:
         return Namespace(self, NamespaceId.of(identity, layout))
 
     def clear(self) -> None:
-        """Drop every record of the directory, all namespaces."""
-        self._writer.seal()
-        self._reader.change_index(self._space.clear)
+        """Drop every record of the directory, all namespaces; `StoreError` if that failed."""
+        opened = self._open_now()
+        opened.writer.seal()
+        with maintenance.said_plainly("the store could not be cleared"):
+            opened.resources.space.clear()
 
     def stats(self) -> TierStats:
         """Counters of this process."""
+        self._now()
         return self._counters.snapshot()
 
     def usage(self) -> Usage:
-        """What the directory holds now, over all processes. `StoreError` without an index."""
-        return maintenance.usage(self.config, self._index)
+        """What the directory holds now, over all processes. `StoreError` if it can't be read."""
+        return maintenance.usage(self._open_now().resources)
 
     def namespaces(self) -> list[NamespaceInfo]:
-        """The namespaces of the directory, newest access first. `StoreError` without an index."""
-        return maintenance.namespaces(self._index)
+        """The namespaces, newest access first. `StoreError` if the index can't be read."""
+        return maintenance.namespaces(self._open_now().resources)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read every record and check header and every layer; nothing is changed.
 
-        `progress` is called with (records done, records in all). `StoreError` without an index.
+        `progress` is called with (records done, records in all). `StoreError` if the index can't
+        be read.
         """
-        return maintenance.verify(self._index, self._files, self._calls, progress)
+        return maintenance.verify(self._open_now().resources, progress)
 
     def gc(self) -> GcReport:
         """Sweep dead owners' leftovers, drop what is unreachable, apply the cap.
 
         `StoreError` where the index can't be changed.
         """
-        self._writer.seal()
-        return maintenance.collect(self._index, self._files, self._space, self._counters)
+        opened = self._open_now()
+        opened.writer.seal()
+        return maintenance.collect(opened.resources)
 
     def check_integrity(self) -> None:
         """`IntegrityError` where index and segments contradict each other; for quiet moments."""
-        maintenance.check_integrity(self._index, self._files)
+        maintenance.check_integrity(self._open_now().resources)
 
 
 class Namespace:
@@ -228,7 +213,10 @@ class Namespace:
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key has a record now. One index look-up a key, no disk access."""
-        found = self._store._reader.look_up([self._name(key) for key in keys])
+        opened = self._store._now()
+        if opened is None:
+            return [False] * len(keys)
+        found = opened.reader.look_up([self._name(key) for key in keys])
         return [entry is not None for entry in found]
 
     def read(
@@ -246,7 +234,10 @@ class Namespace:
             raise ValueError(f"layers must be one contiguous range, got {wanted}")
         self.layout.layer_range(wanted.start, wanted.stop)
         self._check(keys, targets, len(wanted))
-        return self._store._reader.read(self._id, keys, targets, wanted)
+        opened = self._store._now()
+        if opened is None:
+            return [False] * len(keys)
+        return opened.reader.read(self._id, keys, targets, wanted)
 
     def write(self, keys: Sequence[str], sources: Sequence[Parts]) -> list[bool]:
         """Store each page: True where it is published, or was there already.
@@ -254,29 +245,33 @@ class Namespace:
         Only misuse raises (`ValueError`: shapes).
         """
         self._check(keys, sources, self.layout.layers)
-        store = self._store
+        opened = self._store._now()
+        if opened is None:
+            return [False] * len(keys)
         names = [self._name(key) for key in keys]
-        found = store._reader.look_up(names)
-        store._space.touch([name for name, entry in zip(names, found, strict=True) if entry])
-        todo = {
-            name: number
-            for number, (name, entry) in reversed(list(enumerate(zip(names, found, strict=True))))
-            if entry is None
-        }
-        order = sorted(todo.values())
-        written = store._writer.write(
-            self._id, [key_bytes(keys[i]) for i in order], [sources[i] for i in order]
+        found = opened.reader.look_up(names)
+        opened.resources.touch([n for n, entry in zip(names, found, strict=True) if entry])
+        missing: dict[bytes, int] = {}  # a key given twice is stored once
+        for number, (name, entry) in enumerate(zip(names, found, strict=True)):
+            if entry is None:
+                missing.setdefault(name, number)
+        todo = list(missing.values())
+        stored = opened.writer.write(
+            self._id, [key_bytes(keys[number]) for number in todo], [sources[n] for n in todo]
         )
-        outcome = {names[i]: stored for i, stored in zip(order, written, strict=True)}
+        outcome = dict(zip(missing, stored, strict=True))
         return [outcome.get(name, True) for name in names]
 
     def forget(self, keys: Sequence[str]) -> None:
         """Drop the records of these keys, where there are any."""
+        opened = self._store._now()
+        if opened is None:
+            return
         names = [self._name(key) for key in keys]
-        found = zip(names, self._store._reader.look_up(names), strict=True)
+        found = zip(names, opened.reader.look_up(names), strict=True)
         records = [(name, entry) for name, entry in found if entry is not None]
         if records:
-            self._store._reader.change_index(lambda: self._store._space.remove(records))
+            opened.resources.change_index(lambda: opened.resources.space.remove(records))
 
     def _name(self, key: str) -> bytes:
         return entry_key(self._id.digest, key_bytes(key))
@@ -292,12 +287,8 @@ def _reopen_in_child() -> None:
     """After a fork: the child's copies of locks, threads and descriptors are not usable."""
     global _registry_lock
     _registry_lock = threading.Lock()
-    for path, store in list(_stores.items()):
-        try:
-            store._after_fork()
-        except Exception as error:
-            del _stores[path]
-            store._warner.warn("fork", f"{path} can't be used in a forked child: {error}")
+    for store in _stores.values():
+        store._after_fork()
 
 
 os.register_at_fork(after_in_child=_reopen_in_child)

@@ -59,7 +59,6 @@ class Index:
         except (lmdb.Error, OSError) as error:
             raise IndexBrokenError(str(error)) from error
         try:
-            env.reader_check()
             return env, {name: env.open_db(name.encode()) for name in TABLES}
         except lmdb.Error as error:
             env.close()
@@ -114,6 +113,11 @@ class Index:
         self._env.close()
         self._env, self._tables = self._open()
         self._stale = False
+
+    def free_dead_readers(self) -> None:
+        """Release the views that killed processes held, so that their pages are used again."""
+        with self.reading():
+            self._env.reader_check()
 
     def file_bytes(self) -> int:
         """Size of the index file."""

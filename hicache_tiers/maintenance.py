@@ -9,39 +9,41 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hicache_tiers.config import BLOCK, StoreConfig
+from hicache_tiers.config import BLOCK
 from hicache_tiers.errors import IntegrityError, StoreError
 from hicache_tiers.index import Index, IndexLimitError
 from hicache_tiers.rebuild import read_header
 from hicache_tiers.record import DIGEST_BYTES, FORMAT, Header, entry_key, layer_checksums
+from hicache_tiers.resources import Resources
 from hicache_tiers.segments import SegmentFiles
-from hicache_tiers.space import Space, same_place
+from hicache_tiers.space import same_place
 from hicache_tiers.stats import (
-    Counters,
     Damage,
     GcReport,
     NamespaceInfo,
     Usage,
     VerifyReport,
 )
-from hicache_tiers.syscalls import Syscalls, read_fully
+from hicache_tiers.syscalls import read_fully
 from hicache_tiers.tables import Entry, IndexBrokenError, Segment
 
 
 @contextlib.contextmanager
-def _said_plainly(what: str) -> Iterator[None]:
+def said_plainly(what: str) -> Iterator[None]:
+    """Turn what the index raises into a `StoreError`."""
     try:
         yield
-    except (IndexBrokenError, IndexLimitError) as error:
+    except (IndexBrokenError, IndexLimitError, OSError) as error:
         raise StoreError(f"{what}: {error}; close the store and open it again") from error
 
 
-def usage(config: StoreConfig, index: Index) -> Usage:
+def usage(resources: Resources) -> Usage:
     """See `DiskStore.usage`."""
-    with _said_plainly("the index can't be read"), index.reading() as txn:
+    index = resources.index
+    with said_plainly("the index can't be read"), index.reading() as txn:
         return Usage(
             used_bytes=txn.used(),
-            capacity_bytes=config.capacity_bytes,
+            capacity_bytes=resources.config.capacity_bytes,
             records=txn.count("entries"),
             namespaces=txn.count("namespaces"),
             segments=txn.count("segments"),
@@ -50,12 +52,13 @@ def usage(config: StoreConfig, index: Index) -> Usage:
         )
 
 
-def namespaces(index: Index) -> list[NamespaceInfo]:
+def namespaces(resources: Resources) -> list[NamespaceInfo]:
     """See `DiskStore.namespaces`."""
+    index = resources.index
     records: dict[bytes, int] = defaultdict(int)
     size: dict[bytes, int] = defaultdict(int)
     newest: dict[bytes, int] = {}
-    with _said_plainly("the index can't be read"), index.reading() as txn:
+    with said_plainly("the index can't be read"), index.reading() as txn:
         for name, entry in txn.entries():
             digest = name[:DIGEST_BYTES]
             records[digest] += 1
@@ -77,14 +80,10 @@ def namespaces(index: Index) -> list[NamespaceInfo]:
     return sorted(infos, key=lambda info: info.newest_access or 0.0, reverse=True)
 
 
-def verify(
-    index: Index,
-    files: SegmentFiles,
-    calls: Syscalls,
-    progress: Callable[[int, int], None] | None,
-) -> VerifyReport:
+def verify(resources: Resources, progress: Callable[[int, int], None] | None) -> VerifyReport:
     """See `DiskStore.verify`. Records that go or move meanwhile are left out."""
-    with _said_plainly("the index can't be read"), index.reading() as txn:
+    index = resources.index
+    with said_plainly("the index can't be read"), index.reading() as txn:
         # Names only, in disk order: the rest is looked up again when its turn comes.
         listed = [(e.segment, e.offset, name) for name, e in txn.entries()]
     listed.sort()
@@ -93,7 +92,7 @@ def verify(
     for done, (_, _, name) in enumerate(listed, start=1):
         before = _entry(index, name)
         if before is not None:
-            why, header = _examine(before, name, files, calls)
+            why, header = _examine(before, name, resources)
             after = _entry(index, name)
             if after is not None and same_place(after, before):
                 count += 1
@@ -109,16 +108,14 @@ def verify(
 
 
 def _entry(index: Index, name: bytes) -> Entry | None:
-    with _said_plainly("the index can't be read"), index.reading() as txn:
+    with said_plainly("the index can't be read"), index.reading() as txn:
         return txn.entry(name)
 
 
-def _examine(
-    entry: Entry, name: bytes, files: SegmentFiles, calls: Syscalls
-) -> tuple[str, Header | None]:
+def _examine(entry: Entry, name: bytes, resources: Resources) -> tuple[str, Header | None]:
     """What is wrong with a record ("" if nothing), and its header as far as it is readable."""
     try:
-        with files.reading(entry.segment) as fd:
+        with resources.files.reading(entry.segment) as fd:
             header = read_header(fd, entry.segment, entry.offset)
             if header is None:
                 return "the header is damaged", None
@@ -126,7 +123,7 @@ def _examine(
                 return "the header is another record's", header
             payload = np.empty(header.payload_bytes, dtype=np.uint8)
             place = entry.offset + entry.header_bytes
-            if read_fully(calls, fd, payload.data, place) < payload.size:
+            if read_fully(resources.calls, fd, payload.data, place) < payload.size:
                 return "the file is cut short", header
     except OSError as error:
         return f"not readable: {error.strerror}", None
@@ -138,17 +135,18 @@ def _examine(
     return ("" if header.checksums == entry.checksums else "header and index disagree"), header
 
 
-def collect(index: Index, files: SegmentFiles, space: Space, counters: Counters) -> GcReport:
+def collect(resources: Resources) -> GcReport:
     """See `DiskStore.gc`."""
-    with _said_plainly("the index can't be changed"):
+    index, space, counters = resources.index, resources.space, resources.counters
+    with said_plainly("the index can't be changed"):
         with index.reading() as txn:
             used = txn.used()
         evicted = counters.snapshot().evicted
         sealed = space.sweep()
-        lost = _drop_unreachable(index, files, space)
+        lost = _drop_unreachable(resources)
         space.settle(again=True)
         space.make_room(0)
-        stray = _remove_strays(index, files)
+        stray = _remove_strays(index, resources.files)
         _drop_empty_namespaces(index)
         with index.reading() as txn:
             freed = used - txn.used()
@@ -161,9 +159,10 @@ def collect(index: Index, files: SegmentFiles, space: Space, counters: Counters)
     )
 
 
-def _drop_unreachable(index: Index, files: SegmentFiles, space: Space) -> int:
+def _drop_unreachable(resources: Resources) -> int:
     """Drop records without a file, and of another format; how many."""
-    with index.reading() as txn:
+    files, space = resources.files, resources.space
+    with resources.index.reading() as txn:
         segments = [segment for segment, _ in txn.segments()]
         foreign = [(name, entry) for name, entry in txn.entries() if entry.format != FORMAT]
     lost = sum(space.lose(s) for s in segments if not files.path(s).exists())
@@ -192,8 +191,9 @@ def _drop_empty_namespaces(index: Index) -> None:
                 txn.drop_namespace(digest)
 
 
-def check_integrity(index: Index, files: SegmentFiles) -> None:
+def check_integrity(resources: Resources) -> None:
     """See `DiskStore.check_integrity`."""
+    index, files = resources.index, resources.files
     with index.reading() as txn:
         extents: dict[int, list[tuple[int, int]]] = defaultdict(list)
         live: dict[int, int] = defaultdict(int)

@@ -7,22 +7,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hicache_tiers.index import Index, IndexLimitError
-from hicache_tiers.io_pool import Buffers, HungError, IoPool, Job
+from hicache_tiers.io_pool import HungError, Job
 from hicache_tiers.layout import Bytes, Parts
 from hicache_tiers.record import FORMAT, NamespaceId, entry_key, key_bytes, layer_checksums
-from hicache_tiers.segments import SegmentFiles
-from hicache_tiers.space import Space, same_place
-from hicache_tiers.stats import Counters
-from hicache_tiers.syscalls import Syscalls, read_fully
-from hicache_tiers.tables import Entry, IndexBrokenError
-from hicache_tiers.warn import Warner
+from hicache_tiers.resources import Resources
+from hicache_tiers.space import same_place
+from hicache_tiers.syscalls import read_fully
+from hicache_tiers.tables import Entry
 
 _WINDOW = 2
 """Records in flight for each I/O thread: one being read, one waiting to be copied out."""
-
-_TOUCHES_KEPT = 1024
-"""Accesses noted in memory before they are written to the index on their own."""
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Failures of this process, which say nothing about the record."""
@@ -35,38 +29,13 @@ class CorruptError(Exception):
 class Reader:
     """The read half of a store in one process."""
 
-    def __init__(
-        self,
-        index: Index,
-        files: SegmentFiles,
-        space: Space,
-        pool: IoPool,
-        index_thread: IoPool,
-        buffers: Buffers,
-        calls: Syscalls,
-        counters: Counters,
-        warner: Warner,
-        io_threads: int,
-    ) -> None:
-        self._index = index
-        self._files = files
-        self._space = space
-        self._pool = pool
-        self._index_thread = index_thread
-        self._buffers = buffers
-        self._calls = calls
-        self._counters = counters
-        self._warner = warner
-        self._window = _WINDOW * io_threads
+    def __init__(self, resources: Resources) -> None:
+        self._res = resources
+        self._window = _WINDOW * resources.config.io_threads
 
-    def look_up(self, names: Sequence[bytes]) -> list[Entry | None]:
+    def look_up(self, names: list[bytes]) -> list[Entry | None]:
         """The entry of each entry key; None without one, or with one of another format."""
-        try:
-            with self._index.reading() as txn:
-                found = [txn.entry(name) for name in names]
-        except IndexBrokenError as error:
-            self._warner.warn("index", f"index look-up failed, all misses: {error}")
-            return [None] * len(names)
+        found = self._res.look_up(names)
         return [entry if entry and entry.format == FORMAT else None for entry in found]
 
     def read(
@@ -87,15 +56,15 @@ class Reader:
         def land() -> None:
             number, entry, job = flying.popleft()
             try:
-                buffer = self._pool.wait(job)
+                buffer = self._res.pool.wait(job)
             except HungError as error:
-                self._counters.error("timeout")
-                self._warner.warn("hung", f"a read is given up: {error}")
+                self._res.counters.error("timeout")
+                self._res.warner.warn("hung", f"a read is given up: {error}")
             except (CorruptError, OSError) as error:
                 doubtful.append((names[number], entry, error))
             else:
                 namespace.layout.scatter(buffer[:size], targets[number])
-                self._buffers.give(buffer)
+                self._res.buffers.give(buffer)
                 results[number] = True
 
         size = len(layers) * namespace.layout.layer_bytes
@@ -105,7 +74,7 @@ class Reader:
             if len(flying) == self._window:
                 land()
             work = self._work(namespace, raw_keys[number], entry, layers)
-            flying.append((number, entry, self._pool.submit(work, self._buffers.give)))
+            flying.append((number, entry, self._res.pool.submit(work, self._res.buffers.give)))
         while flying:
             land()
         self._judge(doubtful)
@@ -121,19 +90,19 @@ class Reader:
         expected = entry.checksums[8 * layers.start : 8 * layers.stop]
 
         def work() -> Bytes:
-            buffer = self._buffers.take(size)
+            buffer = self._res.buffers.take(size)
             payload = buffer[:size]
             place = entry.offset + entry.header_bytes + start
             try:
-                with self._files.reading(entry.segment) as fd:
-                    count = read_fully(self._calls, fd, payload.data, place)
+                with self._res.files.reading(entry.segment) as fd:
+                    count = read_fully(self._res.calls, fd, payload.data, place)
                 if count < size:
                     raise CorruptError(f"{size - count} of {size} bytes are missing")
                 sums = layer_checksums(payload, layout, namespace.digest, key, layers.start)
                 if sums != expected:
                     raise CorruptError("the checksum differs")
             except BaseException:
-                self._buffers.give(buffer)
+                self._res.buffers.give(buffer)
                 raise
             return buffer
 
@@ -141,37 +110,30 @@ class Reader:
 
     def _judge(self, doubtful: Sequence[tuple[bytes, Entry, Exception]]) -> None:
         """Tell records that were evicted under the reader (plain misses) from damaged ones."""
+        if not doubtful:
+            return
         entries = self.look_up([name for name, _, _ in doubtful])
         damaged: list[tuple[bytes, Entry]] = []
         lost: set[int] = set()
         for (name, seen, error), entry in zip(doubtful, entries, strict=True):
             if entry is None or not same_place(entry, seen):
-                self._files.discard(seen.segment)
+                self._res.files.discard(seen.segment)
                 continue
             if isinstance(error, FileNotFoundError):
                 lost.add(seen.segment)
             elif not isinstance(error, OSError) or error.errno not in _OURS:
                 damaged.append((name, seen))
-            self._counters.error("read" if isinstance(error, OSError) else "corrupt")
-            path = self._files.path(seen.segment)
-            self._warner.warn("damaged", f"record lost, {path} at {seen.offset}: {error}")
+            self._res.counters.error("read" if isinstance(error, OSError) else "corrupt")
+            path = self._res.files.path(seen.segment)
+            self._res.warner.warn("damaged", f"record lost, {path} at {seen.offset}: {error}")
         for segment in lost:
-            self.change_index(partial(self._space.lose, segment))
+            self._res.change_index(partial(self._res.space.lose, segment))
         if damaged:
-            self.change_index(lambda: self._space.remove(damaged))
-
-    def change_index(self, change: Callable[[], object]) -> bool:
-        """Make a change of the index on its thread; False, with a warning, where it failed."""
-        try:
-            self._index_thread.call(change)
-        except (HungError, IndexBrokenError, IndexLimitError, OSError) as error:
-            self._warner.warn("index", f"the index could not be changed: {error}")
-            return False
-        return True
+            self._res.change_index(lambda: self._res.space.remove(damaged))
 
     def _account(self, names: Sequence[bytes], results: Sequence[bool], size: int) -> None:
         hits = [name for name, hit in zip(names, results, strict=True) if hit]
         missed = len(names) - len(hits)
-        self._counters.add(hits=len(hits), misses=missed, read_bytes=len(hits) * size)
-        if hits and self._space.touch(hits) >= _TOUCHES_KEPT:
-            self._index_thread.submit(self._space.write_touches)
+        self._res.counters.add(hits=len(hits), misses=missed, read_bytes=len(hits) * size)
+        if hits:
+            self._res.touch(hits)

@@ -164,6 +164,11 @@ class SegmentFiles:
         for segment in list(self._kept):
             self.discard(segment)
 
+    def drop_inherited(self) -> None:
+        """Close the copies that a forked child got, without the lock: it may be held for ever."""
+        for descriptor in self._kept.values():
+            os.close(descriptor.fd)
+
     def _borrow(self, segment: int) -> _Descriptor:
         with self._lock:
             found = self._kept.get(segment)

@@ -36,6 +36,10 @@ _OWNERS_SHARE = 4
 """Segments of many owners are kept so small that a good part of the cap stays sealed."""
 
 
+_TOUCHES_KEPT, _TOUCHES_KEPT_S = 4096, 5.0
+"""Accesses, and seconds, kept in memory before they are written to the index."""
+
+
 def now_us() -> int:
     """Access stamps: microseconds since the epoch, comparable over processes and restarts."""
     return time.time_ns() // 1000
@@ -62,17 +66,21 @@ class Space:
         self._can_punch = True
         self._stuck: set[int] = set()  # segments whose blocks would not come back
         self._touched: dict[bytes, int] = {}
+        self._first_touch = 0.0
         self._touched_lock = threading.Lock()
 
     # Accesses
 
-    def touch(self, names: Iterable[bytes]) -> int:
-        """Note accesses, in memory; how many wait to be written to the index."""
+    def touch(self, names: Iterable[bytes]) -> bool:
+        """Note accesses, in memory; True when it is time to write them to the index."""
         now = now_us()
         with self._touched_lock:
+            if not self._touched:
+                self._first_touch = time.monotonic()
             # Of one call the later pages get the older stamp: a prefix loses its end first.
             self._touched.update((name, now - depth) for depth, name in enumerate(names))
-            return len(self._touched)
+            waited = time.monotonic() - self._first_touch
+            return len(self._touched) >= _TOUCHES_KEPT or waited > _TOUCHES_KEPT_S
 
     def write_touches(self) -> None:
         """Write noted accesses to the index."""
@@ -169,6 +177,7 @@ class Space:
 
     def sweep(self) -> int:
         """Seal the segments of dead owners; how many."""
+        self._index.free_dead_readers()
         with self._index.reading() as txn:
             active = txn.active()
         return sum(self._sweep_one(segment) for segment in active)

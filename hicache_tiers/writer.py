@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hicache_tiers.config import StoreConfig, round_up
+from hicache_tiers.config import round_up
 from hicache_tiers.index import IndexLimitError
-from hicache_tiers.io_pool import Buffers, HungError, IoPool, Job
+from hicache_tiers.io_pool import HungError, Job
 from hicache_tiers.layout import Parts
 from hicache_tiers.record import (
     FORMAT,
@@ -22,12 +22,11 @@ from hicache_tiers.record import (
     header_bytes,
     layer_checksums,
 )
+from hicache_tiers.resources import INDEX_TROUBLE, Resources
 from hicache_tiers.segments import ActiveSegment
-from hicache_tiers.space import Space, now_us
-from hicache_tiers.stats import Counters
-from hicache_tiers.syscalls import Syscalls, write_fully
+from hicache_tiers.space import now_us
+from hicache_tiers.syscalls import write_fully
 from hicache_tiers.tables import Entry, IndexBrokenError
-from hicache_tiers.warn import Warner
 
 _WINDOW = 2  # records in flight for each I/O thread: one being written, one being filled
 
@@ -51,26 +50,9 @@ class Slot:
 class Writer:
     """The write half of a store in one process: one batch at a time, one segment at a time."""
 
-    def __init__(
-        self,
-        config: StoreConfig,
-        space: Space,
-        pool: IoPool,
-        index_thread: IoPool,
-        buffers: Buffers,
-        calls: Syscalls,
-        counters: Counters,
-        warner: Warner,
-    ) -> None:
-        self._config = config
-        self._space = space
-        self._pool = pool
-        self._index_thread = index_thread
-        self._buffers = buffers
-        self._calls = calls
-        self._counters = counters
-        self._warner = warner
-        self._window = _WINDOW * config.io_threads
+    def __init__(self, resources: Resources) -> None:
+        self._res = resources
+        self._window = _WINDOW * resources.config.io_threads
         self._lock = threading.Lock()  # holds the writer's turn, and with it `_active`
         self._active: ActiveSegment | None = None
 
@@ -79,7 +61,7 @@ class Writer:
     ) -> list[bool]:
         """Write records that are not there yet, distinct keys; arguments have been checked."""
         slots = [Slot(namespace, key, source) for key, source in zip(keys, sources, strict=True)]
-        if not self._lock.acquire(timeout=self._config.deadline_s):
+        if not self._lock.acquire(timeout=self._res.config.deadline_s):
             self._refuse(HungError("another write holds the segment"), slots)
             return [False] * len(slots)
         try:
@@ -87,16 +69,16 @@ class Writer:
             while waiting:
                 batch = self._place(waiting)
                 if not batch:
-                    self._counters.add(declined=len(waiting))
+                    self._res.counters.add(declined=len(waiting))
                     break
                 self._write_batch(namespace, batch)
-        except (HungError, IndexBrokenError, IndexLimitError, OSError) as error:
+        except INDEX_TROUBLE as error:
             self._refuse(error, slots)
         finally:
             self._lock.release()
         stored = sum(slot.stored for slot in slots)
         size = namespace.layout.payload_bytes
-        self._counters.add(written_records=stored, written_bytes=stored * size)
+        self._res.counters.add(written_records=stored, written_bytes=stored * size)
         return [slot.stored for slot in slots]
 
     def _place(self, waiting: deque[Slot]) -> list[Slot]:
@@ -105,8 +87,8 @@ class Writer:
         if self._active is not None and self._active.room < need:
             self._retire(self._active)
         if self._active is None:
-            self._active = self._index_thread.call(
-                lambda: self._space.open_segment(need),
+            self._active = self._res.index_thread.call(
+                lambda: self._res.space.open_segment(need),
                 discard=lambda late: late.release() if late is not None else None,
             )
         if self._active is None:
@@ -135,8 +117,8 @@ class Writer:
                 (slot.name, _entry(active, slot, now - depth)) for depth, slot in enumerate(arrived)
             ]
             try:
-                published = self._index_thread.call(
-                    lambda: self._space.publish(active, namespace, records, gaps)
+                published = self._res.index_thread.call(
+                    lambda: self._res.space.publish(active, namespace, records, gaps)
                 )
             except HungError:
                 self._active = None  # it may still be published: never write there again
@@ -165,7 +147,7 @@ class Writer:
         def land() -> bool:
             slot, job = flying.popleft()
             try:
-                slot.checksums = self._pool.wait(job)
+                slot.checksums = self._res.pool.wait(job)
             except HungError as error:
                 slot.abandoned = True
                 self._refuse(error, [slot])
@@ -177,8 +159,12 @@ class Writer:
         for slot in batch:
             if len(flying) == self._window:
                 hung |= land()
-            work = self._work(namespace, active, slot)
-            flying.append((slot, self._pool.submit(work)))
+            try:
+                work = self._work(namespace, active, slot)
+            except OSError as error:  # no memory for another buffer
+                self._refuse(error, [slot])
+                continue
+            flying.append((slot, self._res.pool.submit(work)))
         while flying:
             hung |= land()
         return hung
@@ -188,7 +174,7 @@ class Writer:
     ) -> Callable[[], bytes]:
         """Copy a page now; the part an I/O thread does is to sum it up and write it."""
         layout = namespace.layout
-        buffer = self._buffers.take(slot.extent_bytes)
+        buffer = self._res.buffers.take(slot.extent_bytes)
         payload = buffer[slot.header_bytes :][: layout.payload_bytes]
         layout.gather(slot.source, payload)
         buffer[slot.header_bytes + layout.payload_bytes : slot.extent_bytes] = 0
@@ -201,13 +187,13 @@ class Writer:
                 )
                 buffer[: slot.header_bytes] = header
                 record = buffer.data[: slot.extent_bytes]
-                write_fully(self._calls, active.fd, record, slot.offset)
+                write_fully(self._res.calls, active.fd, record, slot.offset)
                 return sums
             finally:
-                self._buffers.give(buffer)
+                self._res.buffers.give(buffer)
                 if slot.abandoned:  # too late: the segment was sealed without this
                     with contextlib.suppress(OSError):
-                        self._calls.punch(active.fd, slot.offset, slot.extent_bytes)
+                        self._res.calls.punch(active.fd, slot.offset, slot.extent_bytes)
 
         return work
 
@@ -215,15 +201,15 @@ class Writer:
         """Take back what was handed out from `end` on, and the disk blocks of partial writes."""
         active.tail = end
         with contextlib.suppress(OSError):
-            self._calls.ftruncate(active.fd, end)
+            self._res.calls.ftruncate(active.fd, end)
 
     def _retire(self, active: ActiveSegment) -> None:
         """Seal the segment; where that fails it is left to whoever sweeps next."""
         self._active = None
         try:
-            self._index_thread.call(lambda: self._space.seal(active.id, active.fd))
-        except (HungError, IndexBrokenError, IndexLimitError, OSError) as error:
-            self._warner.warn("seal", f"segment {active.id} is not sealed yet: {error}")
+            self._res.index_thread.call(lambda: self._res.space.seal(active.id, active.fd))
+        except INDEX_TROUBLE as error:
+            self._res.warner.warn("seal", f"segment {active.id} is not sealed yet: {error}")
         finally:
             active.release()
 
@@ -233,22 +219,22 @@ class Writer:
         for slot in refused:
             slot.refused = True
         if isinstance(error, IndexLimitError):
-            self._counters.add(declined=len(refused))
-            self._warner.once(
+            self._res.counters.add(declined=len(refused))
+            self._res.warner.once(
                 "index-limit",
-                f"{self._config.directory}: the index has reached its size limit, writes are "
+                f"{self._res.config.directory}: the index has reached its size limit, writes are "
                 "declined: use a larger capacity or larger pages",
             )
         elif isinstance(error, HungError):
-            self._counters.error("timeout", len(refused))
-            self._warner.warn("hung", f"a write is given up: {error}")
+            self._res.counters.error("timeout", len(refused))
+            self._res.warner.warn("hung", f"a write is given up: {error}")
         else:
-            self._counters.error("write", len(refused))
-            self._warner.warn("write", f"{self._config.directory}: not stored: {error}")
+            self._res.counters.error("write", len(refused))
+            self._res.warner.warn("write", f"{self._res.config.directory}: not stored: {error}")
 
     def seal(self) -> None:
         """Seal the active segment, if there is one: before a clear, a collection, the close."""
-        if not self._lock.acquire(timeout=self._config.deadline_s):
+        if not self._lock.acquire(timeout=self._res.config.deadline_s):
             return  # the hung writer keeps its segment; the next process to look will sweep it
         try:
             if self._active is not None:
