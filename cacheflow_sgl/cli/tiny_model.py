@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cacheflow_sgl.cpu import tiny_model as model
+from cacheflow_sgl.cpu.tiny_model import Recipe, write_tiny_model
 
-_DEFAULT = model.Recipe()
+_DEFAULT = Recipe()
 
 
 def tiny_model(
@@ -31,7 +31,7 @@ def tiny_model(
     Example: cacheflow tiny-model tiny && cacheflow serve tiny
     """
     try:
-        recipe = model.Recipe(
+        recipe = Recipe(
             layers=layers,
             hidden=hidden,
             heads=heads,
@@ -40,7 +40,7 @@ def tiny_model(
             dtype=dtype,
             seed=seed,
         )
-        model.write(directory, recipe, force=force)
+        write_tiny_model(directory, recipe, force=force)
     except (ValueError, OSError) as error:
         typer.echo(f"cacheflow tiny-model: {error}", err=True)
         raise typer.Exit(1) from error

@@ -1,1 +1,14 @@
 """Talking to a running SGLang server over HTTP, and starting and stopping one."""
+
+from cacheflow_sgl.client.http import CachedTokens, Generation, Metrics, ServerError, SglangClient
+from cacheflow_sgl.client.process import ServerProcess, ServerStartError
+
+__all__ = [
+    "CachedTokens",
+    "Generation",
+    "Metrics",
+    "ServerError",
+    "ServerProcess",
+    "ServerStartError",
+    "SglangClient",
+]

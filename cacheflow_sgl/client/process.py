@@ -21,7 +21,7 @@ _POLL_S = 0.25
 _LOG_LINES = 25
 
 
-class ServerStartError(Exception):
+class ServerStartError(ServerError):
     """A server died while starting, or was not ready in time; the message ends with its log."""
 
 
@@ -79,6 +79,11 @@ class ServerProcess:
     def pid(self) -> int | None:
         """Process id of the server, which is also its group's; None while it isn't running."""
         return self._process.pid if self._process else None
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return self.client.url
 
     def start(self) -> None:
         """Start the server and return once it is ready and idle.

@@ -75,8 +75,8 @@ class Recipe:
             raise ValueError(f"dtype is {self.dtype!r}; it must be float32 or bfloat16")
 
 
-def write(directory: Path, recipe: Recipe, *, force: bool = False) -> None:
-    """Write the model, its configuration and its tokenizer into `directory`.
+def write_tiny_model(directory: Path, recipe: Recipe | None = None, *, force: bool = False) -> Path:
+    """Write the model, its configuration and its tokenizer into `directory`, and return it.
 
     A tiny model that is already there is replaced. `config.json` comes last, so a directory
     that has one is complete.
@@ -85,6 +85,7 @@ def write(directory: Path, recipe: Recipe, *, force: bool = False) -> None:
         FileExistsError: `directory` holds something else and `force` is not set.
         NotADirectoryError: `directory` is a file.
     """
+    recipe = recipe or Recipe()
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} is a file; name a directory for the model")
     config = directory / "config.json"
@@ -102,10 +103,11 @@ def write(directory: Path, recipe: Recipe, *, force: bool = False) -> None:
     end = recipe.vocab - len(_SPECIAL_TOKENS) + _SPECIAL_TOKENS.index(_END_OF_TURN)
     _write_json(directory / "generation_config.json", {"eos_token_id": end, "do_sample": False})
     _write_json(config, _config(recipe, end))
+    return directory
 
 
 def is_tiny_model(config: Path) -> bool:
-    """Whether `config` is the `config.json` of a model that `write` made."""
+    """Whether `config` is the `config.json` of a model that `write_tiny_model` made."""
     try:
         return _MARK in json.loads(config.read_text())
     except (OSError, ValueError):
