@@ -102,10 +102,14 @@ class Txn:
         raw = self._txn.get(name, db=self._tables["entries"])
         return None if raw is None else _entry(raw)
 
-    def entries(self) -> Iterator[tuple[bytes, Entry]]:
-        """All records, by namespace."""
+    def entries(self, digest: bytes = b"") -> Iterator[tuple[bytes, Entry]]:
+        """All records, by namespace; or those of the namespace with this digest."""
         with self._txn.cursor(self._tables["entries"]) as cursor:
+            if not cursor.set_range(digest):
+                return
             for name, raw in cursor:
+                if not name.startswith(digest):
+                    return
                 yield name, _entry(raw)
 
     def coldest(self) -> Iterator[bytes]:
