@@ -27,10 +27,15 @@ _INDEX_SHARE = 8
 _MIN_INDEX_BYTES, _MAX_INDEX_BYTES = 64 << 20, 64 << 30
 
 
-class FormatFile(msgspec.Struct, frozen=True):
-    """Content of ``FORMAT``."""
+class FormatNumber(msgspec.Struct, frozen=True):
+    """What ``FORMAT`` holds in every version, past and future."""
 
     format: int
+
+
+class FormatFile(FormatNumber, frozen=True):
+    """Content of ``FORMAT`` in this version."""
+
     index_limit_bytes: int
     """All processes map the index with this one size."""
     written_by: str = "hicache_tiers"
@@ -93,18 +98,19 @@ class Directory:
         """The checked content of ``FORMAT``; `StoreError` for another format."""
         path = self.root / "FORMAT"
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=FormatFile)
+            content = path.read_bytes()
+            number = msgspec.json.decode(content, type=FormatNumber).format
+            if number == FORMAT:
+                return msgspec.json.decode(content, type=FormatFile)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(
                 f"{path} is not readable as a store format ({error}); remove the directory or "
                 "give another one"
             ) from error
-        if found.format != FORMAT:
-            raise StoreError(
-                f"{self.root} is a store of format {found.format}, this version reads {FORMAT}; "
-                "give another directory or remove this one"
-            )
-        return found
+        raise StoreError(
+            f"{self.root} is a store of format {number}, this version reads {FORMAT}; "
+            "give another directory or remove this one"
+        )
 
     def leave(self) -> None:
         """Give the lock back."""
