@@ -1,0 +1,130 @@
+"""What `cacheflow serve` adds to the user's flags and environment, and what it leaves alone."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from cacheflow_sgl import cpu
+from cacheflow_sgl.cli.serve import Hardware, ServePlan, plan
+
+GPU = Hardware(accelerator="cuda", cores=tuple(range(8)))
+CPU = Hardware(accelerator=None, cores=(0, 1, 2, 3))
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+
+def added(planned: ServePlan, args: list[str]) -> list[str]:
+    """The flags behind the user's own, which must be there unchanged."""
+    command = planned.argv.index("serve") + 1
+    assert planned.argv[command : command + len(args)] == args
+    return planned.argv[command + len(args) :]
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "hardware"),
+    [
+        (["m", "--tp-size", "2"], {"A": "1"}, GPU),
+        (["m", "--device", "cuda"], {}, CPU),
+        (["m", "--device=xpu"], {}, CPU),
+        (["m"], {"SGLANG_PLATFORM": "mine"}, CPU),
+    ],
+)
+def test_on_an_accelerator_nothing_is_added(args, environ, hardware):
+    planned = plan(args, environ, hardware)
+    assert (added(planned, args), planned.environ, planned.notes) == ([], environ, [])
+    assert planned.argv[0] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("args", "hardware"), [(["m"], CPU), (["m", "--device", "cpu"], CPU), (["m", "--device=cpu"], GPU)]
+)
+def test_on_a_cpu_the_environment_is_prepared(args, hardware):
+    planned = plan(args, {"PYTHONPATH": f"/mine{os.pathsep}/too", "A": "1"}, hardware)
+    standin, *users = planned.environ["PYTHONPATH"].split(os.pathsep)
+    assert (Path(standin) / "sgl_kernel" / "__init__.py").is_file()
+    assert users == ["/mine", "/too"]
+    assert planned.environ["A"] == "1"
+    assert planned.environ["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert cpu.is_active(planned.environ)
+    assert "running on the CPU" in planned.notes[0]
+    assert BIND not in planned.environ
+
+
+def test_the_environment_is_prepared_once():
+    once = plan(["m"], {}, CPU).environ
+    assert plan(["m"], once, CPU).environ == once
+
+
+def test_missing_flags_are_added_and_told():
+    planned = plan(["m"], {}, CPU)
+    assert added(planned, ["m"]) == ["--device", "cpu", "--max-total-tokens", "65536"]
+    assert planned.notes[1] == "added --device cpu --max-total-tokens 65536"
+
+
+def test_the_users_flags_win():
+    args = ["m", "--device", "cpu", "--max-total-tokens=9"]
+    assert added(plan(args, {}, CPU), args) == []
+    args = ["m", "--device", "cpu", "--mem-fraction-static", "0.1"]
+    assert added(plan(args, {}, CPU), args) == []
+
+
+def test_flags_in_a_config_file_count_as_given(tmp_path: Path):
+    config = tmp_path / "serve.yaml"
+    config.write_text("model-path: m\ndevice: cpu\nmax_total_tokens: 9\ntp-size: 4\n")
+    args = ["--config", str(config)]
+    planned = plan(args, {}, CPU)
+    assert added(planned, args) == []
+    assert planned.environ[BIND] == "0|1|2|3"
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "text", ""])
+def test_a_config_file_without_flags_is_left_to_sglang(tmp_path: Path, text: str):
+    config = tmp_path / "serve.yaml"
+    config.write_text(text)
+    args = ["m", "--config", str(config)]
+    assert "--device" in added(plan(args, {}, CPU), args)
+
+
+@pytest.mark.parametrize(
+    ("declared", "flags", "expected"),
+    [
+        ({"torch_dtype": "float32"}, [], True),
+        ({"dtype": "float32"}, [], True),
+        ({"torch_dtype": "bfloat16"}, [], False),
+        ({}, [], False),
+        ({"torch_dtype": "float32"}, ["--dtype", "bfloat16"], False),
+    ],
+)
+def test_a_float32_checkpoint_stays_float32(tmp_path: Path, declared, flags, expected):
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    for model in ([str(tmp_path)], ["--model-path", str(tmp_path)], [f"--model={tmp_path}"]):
+        args = [*model, *flags]
+        assert ("float32" in added(plan(args, {}, CPU), args)) is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "cores", "expected"),
+    [
+        (["--tp", "2"], (0, 1), "0|1"),
+        (["--tensor-parallel-size=2"], (0, 1, 2, 3, 4), "0,1|2,3"),
+        (["--tp-size", "2", "--pp-size", "2"], (0, 1), "0|1|0|1"),
+        (["--dp", "3"], (4, 6, 8), "4|6|8"),
+        (["--tp-size", "2"], (5,), "5|5"),
+    ],
+)
+def test_ranks_share_the_cores(flags, cores, expected):
+    planned = plan(["m", *flags], {}, Hardware(None, cores))
+    assert planned.environ[BIND] == expected
+    assert planned.notes[-1] == f"set {BIND}={expected}"
+
+
+def test_a_core_set_of_the_users_stays():
+    planned = plan(["m", "--tp", "2"], {BIND: "3|2"}, CPU)
+    assert planned.environ[BIND] == "3|2"
+
+
+@pytest.mark.parametrize("args", [["m", "--tp", "two"], ["m", "--device"], []])
+def test_a_bad_command_line_reaches_sglang_as_it_is(args):
+    assert added(plan(args, {}, CPU), args)
