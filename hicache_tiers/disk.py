@@ -274,14 +274,14 @@ class Namespace:
             opened.resources.change_index(lambda: opened.resources.space.remove(records))
 
     def clear(self) -> None:
-        """Drop every record of this namespace; the others keep theirs."""
+        """Drop every record of this namespace, the others keep theirs; `StoreError` if it failed."""
         opened = self._store._now()
         if opened is None:
             return
         with maintenance.said_plainly("the namespace could not be cleared"):
             with opened.resources.index.reading() as txn:
                 records = list(txn.entries(self._id.digest))
-            opened.resources.change_index(lambda: opened.resources.space.remove(records))
+            opened.resources.space.remove(records)
 
     def _name(self, key: str) -> bytes:
         return entry_key(self._id.digest, key_bytes(key))

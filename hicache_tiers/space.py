@@ -159,9 +159,12 @@ class Space:
     def seal(self, segment: int, fd: int) -> None:
         """Close a segment that this process owns, or whose dead owner's lock it holds.
 
-        The file is cut to what was published. `OSError` leaves the segment active: without a
+        The file is cut to what was published; if it is gone, so are its records. `OSError` leaves the segment active: without a
         lock, the next sweep tries again.
         """
+        if os.fstat(fd).st_nlink == 0:
+            self.lose(segment)
+            return
         with self._index.reading() as txn:
             end = txn.published_end(segment)
         self._calls.ftruncate(fd, end)

@@ -84,7 +84,7 @@ class Writer:
     def _place(self, waiting: deque[Slot]) -> list[Slot]:
         """Give the next slots places in the active segment, or in a new one; none if no room."""
         need = waiting[0].extent_bytes
-        if self._active is not None and self._active.room < need:
+        if self._active is not None and (self._active.room < need or self._active.unlinked):
             self._retire(self._active)
         if self._active is None:
             self._active = self._res.index_thread.call(
