@@ -81,7 +81,8 @@ async def generate(
             http.post(f"{url}/generate", data=payload, headers=headers) as response,
         ):
             if response.status != 200:
-                answer.fail(f"http {response.status}", await response.text(errors="replace"))
+                body_text = await response.text(errors="replace")
+                answer.fail(f"http {response.status}", _message(body_text))
                 return answer
             async for data in _events(response):
                 answer.take(msgspec.json.decode(data), time.perf_counter() - start)
@@ -96,6 +97,18 @@ async def generate(
     if not answer.finished:
         answer.fail("dropped", "the stream ended before the answer was complete")
     return answer
+
+
+def _message(body: str) -> str:
+    """What an error response says: SGLang's message, or the body where it has none."""
+    try:
+        said = msgspec.json.decode(body)
+    except ValueError:
+        return body
+    for key in ("error", "message", "detail"):
+        if isinstance(said, dict) and key in said:
+            said = said[key]
+    return said if isinstance(said, str) else body
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -41,7 +41,6 @@ _SERVER_FIELDS = (
     "hicache_storage_backend",
     "hicache_storage_prefetch_policy",
     "disable_overlap_schedule",
-    "launch_command",
 )
 
 

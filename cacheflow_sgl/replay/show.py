@@ -79,16 +79,19 @@ def _counts_table(report: Report) -> Table:
 
 def _latency_table(report: Report) -> Table:
     summary = report.summary
-    table = Table("milliseconds")
-    for heading in Stats.__struct_fields__:
-        table.add_column(heading, justify="right")
     rows = {
         "TTFT": summary.ttft_s,
         "time per output token": summary.tpot_s,
         "TTLT": summary.ttlt_s,
     }
+    # Whichever unit keeps the table within 80 columns.
+    slow = any((stats.max or 0) >= 10 for stats in rows.values())
+    table = Table("seconds" if slow else "milliseconds")
+    for heading in Stats.__struct_fields__:
+        table.add_column(heading, justify="right")
+    shown = _s if slow else _ms
     for label, stats in rows.items():
-        table.add_row(label, *(_ms(getattr(stats, name)) for name in Stats.__struct_fields__))
+        table.add_row(label, *(shown(getattr(stats, name)) for name in Stats.__struct_fields__))
     return table
 
 
@@ -109,6 +112,12 @@ def _errors_table(report: Report) -> Table:
     for error in report.summary.errors:
         table.add_row(error.kind, str(error.count), escape(error.first))
     return table
+
+
+def _s(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
 
 
 def _ms(seconds: float | None) -> str:
