@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,8 +50,7 @@ def test_serve_help_lists_it(patched_sglang: Path) -> None:
     assert "cacheflow" in help_text.split("--hicache-storage-prefetch-policy")[0]
 
 
-SEAMS = """
-from sglang.srt.arg_groups import hicache_hook
+FACTORY = """
 from sglang.srt.mem_cache.storage import StorageBackendFactory, backend_factory
 entry = StorageBackendFactory._registry["cacheflow"]
 print(backend_factory.__file__, entry["module_path"], entry["class_name"])
@@ -61,38 +61,49 @@ class Backend:
 
 made = StorageBackendFactory._create_builtin_backend("cacheflow", Backend, "config", "pool")
 print(made.args)
-
-class ServerArgs:
-    _resolved_overrides = ()
-    hicache_storage_backend = "cacheflow"
-
-import sys, types
-asked = []
-sys.modules["cacheflow_sgl.engine.launch_checks"] = types.SimpleNamespace(
-    validate_server_args=lambda cfg: asked.append(cfg.hicache_storage_backend)
-)
-hicache_hook.validate_cacheflow_options(ServerArgs())
-print(asked)
-ServerArgs.hicache_storage_backend = "file"
-hicache_hook.validate_cacheflow_options(ServerArgs())
-print(asked)
-sys.modules["cacheflow_sgl.engine.launch_checks"] = None
-ServerArgs.hicache_storage_backend = "cacheflow"
-hicache_hook.validate_cacheflow_options(ServerArgs())
 """
 
 
-def test_the_factory_and_the_launch_know_it(patched_sglang: Path) -> None:
-    result = python(patched_sglang, "-c", SEAMS)
-    factory, made, asked, not_asked = result.stdout.splitlines()
-    assert factory == (
+def test_the_factory_creates_it(patched_sglang: Path) -> None:
+    registered, made = python(patched_sglang, "-c", FACTORY).stdout.splitlines()
+    assert registered == (
         f"{patched_sglang}/sglang/srt/mem_cache/storage/backend_factory.py "
         "cacheflow_sgl.engine.storage CacheFlowStorage"
     )
     assert made == "('config', 'pool')"
-    assert asked == not_asked == "['cacheflow']"
-    # Without the package, the launch ends with one line.
-    error = result.stderr.splitlines()[-1]
-    assert error.startswith(
-        "ValueError: --hicache-storage-backend cacheflow needs the cacheflow-sgl"
+
+
+LAUNCH_CHECK = """
+import sys
+from sglang.srt.arg_groups.hicache_hook import handle_hicache
+from sglang.srt.server_args import ServerArgs
+
+def resolve(backend, options):
+    record = ServerArgs(
+        model_path="none",
+        enable_hierarchical_cache=True,
+        hicache_ratio=2.0,
+        hicache_storage_backend=backend,
+        hicache_storage_backend_extra_config=options,
     )
+    try:
+        handle_hicache(record)
+        print("accepted")
+    except ValueError as error:
+        print(error)
+
+resolve("cacheflow", sys.argv[1])
+resolve("cacheflow", '{"directroy": "x"}')
+resolve("file", '{"directroy": "x"}')
+sys.modules["cacheflow_sgl.engine.launch_checks"] = None  # as without the package
+resolve("cacheflow", sys.argv[1])
+"""
+
+
+def test_the_launching_process_checks_the_options(patched_sglang: Path, tmp_path: Path) -> None:
+    options = json.dumps({"directory": str(tmp_path / "pages")})
+    result = python(patched_sglang, "-c", LAUNCH_CHECK, options)
+    good, bad, other_backend, no_package = result.stdout.splitlines()
+    assert good == other_backend == "accepted"
+    assert "unknown key 'directroy'; did you mean 'directory'?" in bad
+    assert no_package.startswith("--hicache-storage-backend cacheflow needs the cacheflow-sgl pack")

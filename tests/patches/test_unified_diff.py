@@ -36,25 +36,28 @@ LINE = st.sampled_from([b"", b"a", b"b", b"-- a", b"++ b", b"@@ -1 +1 @@", b"\\ 
 TEXT = st.lists(LINE, max_size=30).map(lambda lines: b"".join(line + b"\n" for line in lines))
 
 
-def diff_of(old: bytes, new: bytes, name: bytes = b"f") -> bytes:
+def diff_of(old: bytes, new: bytes, context: int = 3) -> bytes:
     return b"Title\n\n" + b"".join(
         difflib.diff_bytes(
             difflib.unified_diff,
             [line + b"\n" for line in old.split(b"\n")[:-1]],
             [line + b"\n" for line in new.split(b"\n")[:-1]],
-            b"a/" + name,
-            b"b/" + name,
+            b"a/f",
+            b"b/f",
+            n=context,
         )
     )
 
 
-@given(TEXT, TEXT)
-def test_forwards_gives_the_new_text_and_backwards_the_old(old: bytes, new: bytes) -> None:
+@given(TEXT, TEXT, st.integers(0, 3))
+def test_forwards_gives_the_new_text_and_backwards_the_old(
+    old: bytes, new: bytes, context: int
+) -> None:
     if old == new:
         with pytest.raises(unified_diff.DiffError):
             unified_diff.parse(diff_of(old, new))
         return
-    diff = unified_diff.parse(diff_of(old, new))
+    diff = unified_diff.parse(diff_of(old, new, context))
     assert diff.title == "Title"
     assert list(diff.hunks) == ["f"]
     assert unified_diff.apply(old, diff.hunks["f"]) == new
