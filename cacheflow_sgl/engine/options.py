@@ -122,16 +122,17 @@ def capacity_bytes(capacity: int | str, directory: Path) -> int:
         share = float(percent[1])
         if not 0 < share <= 100:
             raise OptionsError(f'{FLAG}: capacity: {text!r} is not above 0 and up to 100: "50%"')
-        return int(_file_system_bytes(directory) * share / 100)
-    size = _SIZE.fullmatch(text)
-    if not size:
+        amount = int(_file_system_bytes(directory) * share / 100)
+    elif size := _SIZE.fullmatch(text):
+        amount = int(float(size[1]) * _UNITS[size[2].upper()])
+    else:
         raise OptionsError(
             f'{FLAG}: capacity: {capacity!r} is not a size; write bytes, "200GB", "1.5TiB" or "50%"'
         )
-    amount = int(float(size[1]) * _UNITS[size[2].upper()])
     if amount < _MIN_CAPACITY:
         raise OptionsError(
-            f'{FLAG}: capacity: {capacity!r} is below the least useful size, "{_MIN_CAPACITY}"'
+            f"{FLAG}: capacity: {capacity!r} is {amount} bytes for {directory}; "
+            f"the least useful size is {_MIN_CAPACITY}"
         )
     return amount
 

@@ -65,7 +65,8 @@ def make(sgl, tmp_path, monkeypatch):
 def slots(pool, pages) -> torch.Tensor:
     """Host slots of the pages numbered `pages`."""
     size = pool.page_size
-    return torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
+    starts = torch.tensor(list(pages), dtype=torch.int64) * size
+    return (starts[:, None] + torch.arange(size)).flatten()
 
 
 def page_bytes(pool, page: int) -> bytes:
