@@ -24,7 +24,8 @@ from tests.harness.servers import (
 pytestmark = pytest.mark.engine
 
 # One shorter than a chunk, one of several chunks, neither a multiple of the page.
-PROMPTS = [random_prompt(331, seed=1), random_prompt(1400, seed=2)]
+PROMPTS = [random_prompt(331, seed=1), random_prompt(1100, seed=2)]
+NEW_TOKENS = 6
 PAGES = [len(prompt) // PAGE * PAGE for prompt in PROMPTS]
 
 
@@ -32,7 +33,11 @@ PAGES = [len(prompt) // PAGE * PAGE for prompt in PROMPTS]
 def control(tiny_model: Path) -> list[Generation]:
     """What the model says to `PROMPTS`, computed without SGLang."""
     reference = Reference(tiny_model)
-    return [reference.generate(prompt, max_new_tokens=8) for prompt in PROMPTS]
+    return [reference.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+
+
+def ask(server: SharedServer, prompt: list[int]) -> Generation:
+    return ask_all(server.client, [prompt], NEW_TOKENS)[0]
 
 
 def is_same(comparison: Comparison) -> bool:
@@ -42,11 +47,11 @@ def is_same(comparison: Comparison) -> bool:
 
 @uses(DEFAULT, NO_OVERLAP, TWO_RANKS)
 def test_a_server_says_what_transformers_says(server: SharedServer, control: list[Generation]):
-    computed = ask_all(server.client, PROMPTS)
+    computed = ask_all(server.client, PROMPTS, NEW_TOKENS)
     assert [answer.cached.total for answer in computed] == [0, 0]
     assert is_same(compare(control, computed))
 
-    cached = ask_all(server.client, PROMPTS)
+    cached = ask_all(server.client, PROMPTS, NEW_TOKENS)
     assert [answer.cached.device for answer in cached] == PAGES
     assert is_same(compare(control, cached))
 
@@ -55,21 +60,19 @@ def test_a_server_says_what_transformers_says(server: SharedServer, control: lis
 def test_an_evicted_prefix_comes_back_from_the_host(
     server: SharedServer, control: list[Generation]
 ):
-    ask_all(server.client, PROMPTS)
+    ask_all(server.client, PROMPTS, NEW_TOKENS)
     server.evict_device()
-    restored = ask_all(server.client, PROMPTS)
+    restored = ask_all(server.client, PROMPTS, NEW_TOKENS)
     assert [answer.cached.host for answer in restored] == PAGES
     assert is_same(compare(control, restored))
 
 
 @uses(DEFAULT)
-def test_the_check_fails_when_loaded_kv_is_spoiled(
-    server: SharedServer, control: list[Generation]
-):
-    ask_all(server.client, PROMPTS)
+def test_the_check_fails_when_loaded_kv_is_spoiled(server: SharedServer, control: list[Generation]):
+    ask_all(server.client, PROMPTS, NEW_TOKENS)
     server.evict_device()
     with server.spoiled_loads():
-        restored = ask_all(server.client, PROMPTS)
+        restored = ask_all(server.client, PROMPTS, NEW_TOKENS)
     assert [answer.cached.host for answer in restored] == PAGES
     assert not is_same(compare(control, restored))
 
@@ -87,16 +90,16 @@ def test_a_flushed_prefix_comes_back_from_storage(
     )
     try:
         stored = server.stored_tokens()
-        ask_all(server.client, PROMPTS)
+        ask_all(server.client, PROMPTS, NEW_TOKENS)
         server.wait_until_stored(stored + sum(PAGES))
         server.client.flush_cache()
-        restored = ask_all(server.client, PROMPTS)
+        restored = ask_all(server.client, PROMPTS, NEW_TOKENS)
         assert [answer.cached.storage for answer in restored] == PAGES
         assert is_same(compare(control, restored))
 
         server.client.flush_cache()
         with server.spoiled_loads():
-            spoiled = ask_all(server.client, PROMPTS)
+            spoiled = ask_all(server.client, PROMPTS, NEW_TOKENS)
         assert not is_same(compare(control, spoiled))
     finally:
         server.client.detach_storage()
@@ -105,9 +108,9 @@ def test_a_flushed_prefix_comes_back_from_storage(
 @uses(DEFAULT, TWO_RANKS)
 def test_requests_in_one_batch_do_not_mix(server: SharedServer, control: list[Generation]):
     # One of the two has a cached prefix, the other none, and both share prefill batches.
-    ask_all(server.client, PROMPTS[:1])
+    ask_all(server.client, PROMPTS[:1], NEW_TOKENS)
     with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(lambda prompt: ask_all(server.client, [prompt])[0], PROMPTS * 2))
+        answers = list(pool.map(lambda prompt: ask(server, prompt), PROMPTS * 2))
     assert is_same(compare(control * 2, answers))
 
 
@@ -133,6 +136,7 @@ def test_the_client_names_what_the_server_refuses(server: SharedServer):
 @uses(DEFAULT)
 def test_metrics_count_what_was_asked(server: SharedServer):
     before = server.client.metrics().total("sglang:prompt_tokens_total")
+    print(sorted({s.name for s in server.client.metrics()}))
     server.client.generate(random_prompt(100, seed=uuid.uuid4().int))
     after = server.client.metrics()
     assert after.total("sglang:prompt_tokens_total") - before == 100

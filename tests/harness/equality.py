@@ -31,12 +31,11 @@ class Comparison:
 
 
 def ask_all(
-    client: SglangClient, prompts: Sequence[Sequence[int]], max_new_tokens: int = 8
+    client: SglangClient, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[Generation]:
     """Greedy answers to `prompts`, one after the other."""
     return [
-        client.generate(prompt, max_new_tokens=max_new_tokens, logprobs=True)
-        for prompt in prompts
+        client.generate(prompt, max_new_tokens=max_new_tokens, logprobs=True) for prompt in prompts
     ]
 
 
