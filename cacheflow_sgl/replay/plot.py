@@ -46,12 +46,16 @@ def plot_runs(reports: Sequence[tuple[str, Report]], path: str | Path) -> None:
 
 
 def _draw_ttft(axes: Any, reports: Sequence[tuple[str, Report]]) -> None:
+    from matplotlib.ticker import LogLocator
+
     for label, report in reports:
         times = sorted(r.ttft_s for r in report.requests if r.error is None and r.ttft_s)
         if times:
             shares = [(index + 1) / len(times) for index in range(len(times))]
             axes.step([times[0], *times], [0.0, *shares], where="post", label=label)
-            axes.set_xscale("log")
+            axes.set_xscale("log", subs=[])
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="time to first token (s)", ylabel="share of requests", ylim=(0, 1))
     axes.grid(alpha=0.3)
     if axes.lines:
@@ -68,5 +72,6 @@ def _draw_tokens(axes: Any, reports: Sequence[tuple[str, Report]]) -> None:
             axes.bar(positions, counts, bottom=bottoms, label=name, color=colour, width=0.6)
             bottoms = [bottom + count for bottom, count in zip(bottoms, counts, strict=True)]
     axes.set_xticks(positions, labels)
-    axes.set(ylabel="prompt tokens")
-    axes.legend()
+    axes.set(ylabel="prompt tokens", xlim=(-1, len(reports)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
