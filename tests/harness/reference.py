@@ -16,6 +16,7 @@ class Reference:
 
     def __init__(self, model: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        self.dtype: torch.dtype = self._model.dtype
 
     @torch.no_grad()
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generation:
