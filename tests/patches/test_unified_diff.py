@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +18,6 @@ from .conftest import REPOSITORY
 
 
 def load() -> ModuleType:
-    import sys
-
     spec = importlib.util.spec_from_file_location(
         "unified_diff", REPOSITORY / "scripts" / "unified_diff.py"
     )
