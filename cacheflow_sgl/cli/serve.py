@@ -104,6 +104,10 @@ def plan(args: Sequence[str], environ: Mapping[str, str], hardware: Hardware) ->
     cpu.prepare(planned.environ)
     reason = "as --device cpu says" if flags.device else "no GPU found"
     planned.notes.append(f"running on the CPU, {reason}")
+    if hardware.accelerator:
+        # SGLang asks torch, not the flag, which kernels to import.
+        planned.environ["CUDA_VISIBLE_DEVICES"] = ""
+        planned.notes.append("hid the GPUs")
     added: list[str] = []
     if flags.device is None:
         added += ["--device", "cpu"]

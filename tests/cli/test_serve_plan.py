@@ -38,7 +38,8 @@ def test_on_an_accelerator_nothing_is_added(args, environ, hardware):
 
 
 @pytest.mark.parametrize(
-    ("args", "hardware"), [(["m"], CPU), (["m", "--device", "cpu"], CPU), (["m", "--device=cpu"], GPU)]
+    ("args", "hardware"),
+    [(["m"], CPU), (["m", "--device", "cpu"], CPU), (["m", "--device=cpu"], GPU)],
 )
 def test_on_a_cpu_the_environment_is_prepared(args, hardware):
     planned = plan(args, {"PYTHONPATH": f"/mine{os.pathsep}/too", "A": "1"}, hardware)
@@ -50,6 +51,14 @@ def test_on_a_cpu_the_environment_is_prepared(args, hardware):
     assert cpu.is_active(planned.environ)
     assert "running on the CPU" in planned.notes[0]
     assert BIND not in planned.environ
+
+
+def test_a_gpu_is_hidden_from_a_server_on_the_cpu():
+    environ = {"CUDA_VISIBLE_DEVICES": "3"}
+    planned = plan(["m", "--device", "cpu"], environ, GPU)
+    assert planned.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert "hid the GPUs" in planned.notes
+    assert plan(["m"], environ, CPU).environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_the_environment_is_prepared_once():
