@@ -181,7 +181,9 @@ def _patches() -> list[Finding]:
     detail = " ".join((check.stdout + check.stderr).split())
     if check.returncode == 0:
         return [Finding("patches", "ok", detail)]
-    return [Finding("patches", "ok", f"{detail} (optional: the plugin needs none)")]
+    if ": not applied;" in detail:
+        return [Finding("patches", "ok", "not applied; the plugin needs none")]
+    return [Finding("patches", "fault", detail, "see patches/README.md")]
 
 
 def _directory(extra_config: str | None) -> list[Finding]:

@@ -10,6 +10,7 @@ import http.client
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -204,6 +205,10 @@ class SglangClient:
     def clear_storage(self) -> None:
         """Remove every page from the storage backend."""
         self._call("POST", "/hicache/storage-backend/clear")
+
+    def update_weights(self, model_path: str | Path) -> None:
+        """Have the server load the weights of another checkpoint, and flush what it cached."""
+        self._call("POST", "/update_weights_from_disk", {"model_path": str(model_path)})
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         answer = self._call(method, path, body)

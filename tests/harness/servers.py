@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ class Shape:
 
     name: str
     flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    stores: bool = False
+    """Whether it starts with our backend, in the folder `launch-pages`."""
 
 
 DEFAULT = Shape("default")
@@ -57,6 +61,16 @@ TWO_RANKS = Shape(
     ),
 )
 
+FAILING = Shape(
+    "failing-storage",
+    env=(
+        ("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.05"),
+        ("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.2"),
+    ),
+    stores=True,
+)
+"""Our backend from the start, and SGLang's own injector of delays and failures around it."""
+
 
 def uses(*shapes: Shape) -> pytest.MarkDecorator:
     """Run a test with the fixture `server` on each of `shapes`."""
@@ -78,14 +92,22 @@ class SharedServer:
         self._switch = directory / "spoil-loads"
         self.process = ServerProcess(
             model,
-            (*_FLAGS, *shape.flags),
+            (*_FLAGS, *shape.flags, *(self._storage_flags() if shape.stores else ())),
             env={
+                **dict(shape.env),
                 "PYTHONPATH": str(_PLUGIN_DIRECTORY),
                 SWITCH_VARIABLE: str(self._switch),
                 "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(directory / "file-pages"),
             },
             log_path=directory / "server.log",
             admin_key="admin",
+        )
+
+    def _storage_flags(self) -> tuple[str, ...]:
+        options = {"directory": str(self.directory / "launch-pages"), "prefetch_threshold": PAGE}
+        return (
+            *("--hicache-storage-backend", "cacheflow"),
+            *("--hicache-storage-backend-extra-config", json.dumps(options)),
         )
 
     @property
