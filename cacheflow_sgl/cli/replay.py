@@ -116,8 +116,10 @@ def replay(
         loaded = load_trace(trace, format)
         _warn_broken(loaded)
         report = run_replay(loaded, url, options, api_key=api_key)
-        _write(report, loaded.name, json, plot)
-        print_report(report, Console())
+        try:
+            _write(report, loaded.name, json, plot)
+        finally:
+            print_report(report, Console())
     except ReplayError as error:
         typer.echo(f"cacheflow replay: {error}", err=True)
         raise typer.Exit(2) from None

@@ -37,8 +37,9 @@ def load_trace(path: str | Path, trace_format: str = "auto") -> Trace:
     if trace_format not in FORMATS:
         raise ReplayError(f"unknown format {trace_format!r}; formats: {', '.join(FORMATS)}")
     if str(path) == DEMO:
-        with resources.as_file(resources.files("cacheflow_sgl.replay") / "data") as data:
-            return replace(_load(data / "agent_demo.jsonl", trace_format), name=DEMO)
+        bundled = resources.files("cacheflow_sgl.replay") / "data" / "agent_demo.jsonl"
+        with resources.as_file(bundled) as file:
+            return replace(_load(file, trace_format), name=DEMO)
     return _load(Path(path), trace_format)
 
 

@@ -75,8 +75,8 @@ class BlockPrompt:
         """The prompt with blocks ``scale`` times as long; shared prefixes scale with it."""
         block = max(1, round(self.block_tokens * scale))
         full = len(self.hash_ids) - 1
-        last = round((self.length - full * self.block_tokens) * scale)
-        return BlockPrompt(self.hash_ids, full * block + min(max(last, 1), block), block)
+        last = max(1, round((self.length - full * self.block_tokens) * scale))
+        return BlockPrompt(self.hash_ids, full * block + last, block)
 
     def clipped(self, max_tokens: int) -> BlockPrompt:
         """The first ``max_tokens`` tokens of the prompt."""

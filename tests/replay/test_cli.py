@@ -81,6 +81,13 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(
     assert stand.bodies == []
 
 
+def test_a_report_that_cannot_be_written_is_still_shown(stand: SglangStand) -> None:
+    result = invoke("--url", stand.url, "--limit", 1, "--json", "/proc/out.json")
+    assert result.exit_code == 2
+    assert "cannot write the report" in result.stderr
+    assert "1 of 1" in result.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_prints_and_writes_what_there_is(
     stand: SglangStand, trace_file: Callable[..., Path], tmp_path: Path, number: signal.Signals
