@@ -90,9 +90,9 @@ def verify(directory: DirectoryArgument = _DEFAULT, json_path: JsonOption = None
 def gc(
     directory: DirectoryArgument = _DEFAULT,
     capacity: Annotated[
-        str,
+        str | None,
         typer.Option(help='Evict the least recently used down to this: bytes, "200GB" or "50%".'),
-    ] = "100%",
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Sweep what dead servers left behind and apply a capacity.
@@ -111,17 +111,20 @@ def gc(
 
 
 @contextmanager
-def _opened(directory: Path, capacity: str = "100%") -> Iterator[DiskStore]:
+def _opened(directory: Path, capacity: str | None = None) -> Iterator[DiskStore]:
     directory = directory.expanduser()
-    if not (directory / "FORMAT").is_file():
-        fail(f"{directory} holds no stored pages; name the directory your server uses")
     try:
-        limit = capacity_bytes(capacity, directory)
-        store = DiskStore.open(StoreConfig(directory=directory, capacity_bytes=limit))
+        store = DiskStore.open_existing(directory)
+        if capacity is not None:
+            store.close()
+            limit = capacity_bytes(capacity, directory)
+            store = DiskStore.open(StoreConfig(directory=directory, capacity_bytes=limit))
     except (StoreError, OptionsError) as error:
         fail(str(error))
     try:
         yield store
+    except StoreError as error:
+        fail(str(error))
     finally:
         store.close()
 
