@@ -144,8 +144,11 @@ def test_the_plugin_applies_every_hook():
         "assert before == {t: len(h) for t, h in r._hooks.items()}\n"
         "assert set(r._hooks) == r._patched, set(r._hooks) - r._patched\n"
         "import torch; torch.cpu.Stream().synchronize()\n"
-        "from tests.engine.host_pools import mha_pool\n"
-        "pool = mha_pool('page_first')\n"
+        "from tests.engine import host_pools\n"
+        "make = host_pools.MHATokenToKVPoolHost\n"
+        "pinned = lambda *args, **given: make(*args, **{**given, 'pin_memory': True})\n"
+        "host_pools.MHATokenToKVPoolHost = pinned\n"
+        "pool = host_pools.mha_pool('page_first')\n"
         "print(pool.pin_memory, pool.get_dummy_flat_data_page().is_pinned())\n",
         pythonpath=str(Path(__file__).parents[2]),
     )
