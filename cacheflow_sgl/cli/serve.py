@@ -104,7 +104,7 @@ def plan(args: Sequence[str], environ: Mapping[str, str], hardware: Hardware) ->
     cpu.prepare(planned.environ)
     reason = "as --device cpu says" if flags.device else "no GPU found"
     planned.notes.append(f"running on the CPU, {reason}")
-    if hardware.accelerator:
+    if hardware.accelerator == "cuda":
         # SGLang asks torch, not the flag, which kernels to import.
         planned.environ["CUDA_VISIBLE_DEVICES"] = ""
         planned.notes.append("hid the GPUs")
