@@ -97,27 +97,34 @@ class StridedPages:
 
 
 class OpaquePages:
-    """Pages of any other pool: one flat run of bytes whose order only SGLang knows."""
+    """Pages of any other pool: one flat run of bytes whose order only SGLang knows.
+
+    A logical anchor (`LogicalHostPool`) has pages without bytes; of those one zero byte is stored,
+    since what SGLang asks of them is whether they are there.
+    """
 
     def __init__(self, pool: Any):
         """Wrap `pool`, whose host layout is part of the order."""
         self._pool = pool
+        self._page_bytes = pool.get_dummy_flat_data_page().nbytes
         self.page_size = pool.page_size
         self.order = f"opaque:{type(pool).__name__}:{pool.layout}"
-        self.layout = RecordLayout(1, (pool.get_dummy_flat_data_page().nbytes,))
+        self.layout = RecordLayout(1, (max(1, self._page_bytes),))
 
     def sources(self, slots: Sequence[int]) -> list[Parts]:
         """See `HostPages.sources`; the bytes are copies."""
+        if not self._page_bytes:
+            return self.targets(slots)
         return [(_flat_bytes(self._pool.get_data_page(slot)),) for slot in slots]
 
     def targets(self, slots: Sequence[int]) -> list[Parts]:
         """See `HostPages.targets`; buffers of our own, put into the pool by `landed`."""
-        return [(np.empty((1, self.layout.payload_bytes), np.uint8),) for _ in slots]
+        return [(np.zeros((1, self.layout.payload_bytes), np.uint8),) for _ in slots]
 
     def landed(self, slots: Sequence[int], targets: list[Parts], loaded: list[bool]) -> None:
         """Hand the loaded pages to the pool."""
         for slot, (data,), ok in zip(slots, targets, loaded, strict=True):
-            if ok:
+            if ok and self._page_bytes:
                 page = self._pool.get_dummy_flat_data_page()
                 _flat_bytes(page)[:] = data
                 self._pool.set_from_flat_data_page(slot, page)
@@ -136,12 +143,12 @@ def _known_buffers(pool: Any) -> list[torch.Tensor] | None:
     )
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    # Exact types: a subclass may keep scales or other state beside the buffers. With decode
-    # context parallelism a slot is not a row, so only the pool itself can find a page.
-    if pool.layout not in _AXES or pool.dcp_size != 1:
+    # Exact types: a subclass may keep scales or other state beside the buffers.
+    if pool.layout not in _AXES:
         return None
     if type(pool) in (MHATokenToKVPoolHost, AsymmetricMHATokenToKVPoolHost):
         return [pool.k_buffer, pool.v_buffer]
-    if type(pool) is MLATokenToKVPoolHost and pool.layout != "page_head":
+    # With decode context parallelism a slot is not a row: only the pool itself finds a page.
+    if type(pool) is MLATokenToKVPoolHost and pool.dcp_size == 1 and pool.layout != "page_head":
         return [pool.kv_buffer]
     return None

@@ -206,6 +206,16 @@ def test_pools_are_stored_and_loaded_side_by_side(sgl, make):
     assert result.extra_pool_hit_pages == {names.KV: 2, names.INDEXER: 1}
 
 
+def test_a_logical_anchor_stores_that_its_pages_are_there(sgl, make):
+    from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+
+    pool = LogicalHostPool(size=64, page_size=4)
+    backend = make(pool)
+    assert backend.batch_set_v1(KEYS[:2], slots(pool, [0, 1])) == [True, True]
+    assert backend.batch_exists(KEYS[:3]) == 2
+    assert backend.batch_get_v1(KEYS[:3], slots(pool, [2, 3, 4])) == [True, True, False]
+
+
 def test_a_sidecar_registered_late_takes_part(sgl, make):
     kv, late = sgl.pools.mha_pool("layer_first"), sgl.pools.mla_pool("layer_first")
     backend = make(kv)
