@@ -11,6 +11,7 @@ from typing import Self
 from hicache_tiers import maintenance
 from hicache_tiers.config import NO_CAP, StoreConfig
 from hicache_tiers.errors import StoreError
+from hicache_tiers.index import Index
 from hicache_tiers.layout import Parts, RecordLayout
 from hicache_tiers.reader import Reader
 from hicache_tiers.record import NamespaceId, entry_key, key_bytes
@@ -37,9 +38,9 @@ class _Opened:
         self.writer.seal()
         self.resources.close()
 
-    def drop_inherited(self) -> None:
+    def drop_inherited(self) -> bool:
         self.writer.drop_inherited()
-        self.resources.drop_inherited()
+        return self.resources.drop_inherited()
 
 
 class DiskStore:
@@ -135,13 +136,12 @@ class DiskStore:
             raise StoreError(f"the store {self.config.directory} is closed; open it again")
         return opened
 
-    def _after_fork(self) -> None:
-        """In a forked child: let go of what is the parent's."""
+    def _after_fork_in_child(self) -> None:
+        """Let go of what is the parent's; the next call opens the store for this process."""
         self._lock = threading.Lock()
         opened, self._opened = self._opened, None
         if opened is not None:
-            self._forked = True
-            opened.drop_inherited()
+            self._forked = opened.drop_inherited()
 
     def namespace(self, identity: Mapping[str, str | int], layout: RecordLayout) -> Namespace:
         """The records of one identity: model fingerprint, dtype, page size, shard and the like.
@@ -274,7 +274,7 @@ class Namespace:
             opened.resources.change_index(lambda: opened.resources.space.remove(records))
 
     def clear(self) -> None:
-        """Drop every record of this namespace, the others keep theirs; `StoreError` if it failed."""
+        """Drop every record of this namespace only; `StoreError` if that failed."""
         opened = self._store._now()
         if opened is None:
             return
@@ -293,12 +293,35 @@ class Namespace:
             self.layout.check(page, layers)
 
 
-def _reopen_in_child() -> None:
-    """After a fork: the child's copies of locks, threads and descriptors are not usable."""
+_quieted: list[Index] = []
+
+
+def _before_fork() -> None:
+    _registry_lock.acquire()
+    opened = [store._opened for store in _stores.values() if store._opened is not None]
+    _quieted[:] = [each.resources.index for each in opened]
+    for index in _quieted:
+        index.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for index in _quieted:
+        index.after_fork_in_parent()
+    _quieted.clear()
+    _registry_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """The child's copies of locks, threads and descriptors are not usable."""
     global _registry_lock
     _registry_lock = threading.Lock()
+    _quieted.clear()
     for store in _stores.values():
-        store._after_fork()
+        store._after_fork_in_child()
 
 
-os.register_at_fork(after_in_child=_reopen_in_child)
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

@@ -21,6 +21,7 @@ from hicache_tiers.config import BLOCK
 from hicache_tiers.tables import TABLES, IndexBrokenError, Txn
 
 _READERS = 512
+_FORK_WAIT_S = 5.0
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
 _STALE = (lmdb.PanicError, lmdb.BadTxnError)
 
@@ -42,6 +43,7 @@ class Index:
         self._users = 0
         self._closed = False
         self._stale = False
+        self._quiet = False
         self._env, self._tables = self._open()
 
     def _open(self) -> tuple[lmdb.Environment, dict[str, lmdb._Database]]:
@@ -52,7 +54,6 @@ class Index:
                 map_size=self._limit_bytes,
                 max_dbs=len(TABLES),
                 max_readers=_READERS,
-                max_spare_txns=8,
                 mode=0o600,
                 metasync=False,  # the last commits may be lost with the power, not the structure
                 readahead=False,
@@ -137,9 +138,24 @@ class Index:
             if self._changed.wait_for(lambda: not self._users, timeout_s):
                 self._env.close()
 
-    def drop_inherited(self) -> None:
-        """Forget the parent's environment in a forked child; lmdb knows it is not its owner."""
-        self._env.close()
+    def before_fork(self) -> None:
+        """Let no transaction be under way during a fork.
+
+        A child that closes its copy of an environment also ends the transactions in it, and with
+        them the parent's: so there must be none. A commit that hangs is not waited for.
+        """
+        self._changed.acquire()
+        self._quiet = self._changed.wait_for(lambda: not self._users, _FORK_WAIT_S)
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        self._changed.release()
+
+    def drop_inherited(self) -> bool:
+        """Close the child's copy of the environment; False where that is not safe."""
+        if self._quiet:
+            self._env.close()
+        return self._quiet
 
 
 _DAMAGED = "DAMAGED"

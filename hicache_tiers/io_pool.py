@@ -103,9 +103,11 @@ class IoPool:
     def _live(self) -> int:
         return len(self._threads) - len(self._hung)
 
-    def _until_next_deadline(self) -> float | None:
-        ends = [job.deadline for job in self._running if job.deadline is not None]
-        return max(min(ends) - time.monotonic(), 0.0) if ends else None
+    def _until_next_deadline(self) -> float:
+        """Seconds; what starts after this can't be due before a whole deadline has passed."""
+        now = time.monotonic()
+        ends = [job.deadline - now for job in self._running if job.deadline is not None]
+        return max(min(ends, default=self._deadline_s), 0.0)
 
     def _can_start(self, job: Job) -> bool:
         """Whether a queued job will find a thread; withdraws it if not."""

@@ -101,8 +101,11 @@ class Resources:
         self.files.close()
         self.directory.leave()
 
-    def drop_inherited(self) -> None:
-        """In a forked child: close the copies of what is the parent's, and touch nothing else."""
+    def drop_inherited(self) -> bool:
+        """In a forked child: close the copies of what is the parent's, and touch nothing else.
+
+        False where the child can't open the store for itself.
+        """
         self.files.drop_inherited()
-        self.index.drop_inherited()
         self.directory.leave()
+        return self.index.drop_inherited()

@@ -93,16 +93,18 @@ class SegmentFiles:
         A file of that id without an owner is what a killed process left before it could publish
         the id; it is taken over. So ids must be handed out under the index's write lock.
         """
-        fd = self._open_new(self.path(segment))
-        try:
-            if not try_lock(fd):
-                os.close(fd)
-                return None
-            self._calls.ftruncate(fd, 0)
-        except OSError:
-            os.close(fd)
-            raise
-        return ActiveSegment(segment, fd, size)
+        active = ActiveSegment(segment, self._open_new(self.path(segment)), size)
+        if not try_lock(active.fd):
+            return None
+        if os.fstat(active.fd).st_size:
+            self._calls.ftruncate(active.fd, 0)
+        return active
+
+    def uncreate(self, active: ActiveSegment) -> None:
+        """Take back a segment that could not be entered into the index."""
+        with contextlib.suppress(OSError):
+            self._calls.unlink(str(self.path(active.id)))
+        active.release()
 
     def _open_new(self, path: Path) -> int:
         while True:

@@ -113,16 +113,20 @@ class Space:
 
     def _reserve(self, state: Segment) -> ActiveSegment | None:
         """Create a segment; None where another process took the room meanwhile."""
-        with self._index.writing() as txn:
-            self._flush(txn)
-            if txn.used() + state.charge > self._config.capacity_bytes:
-                return None
-            while True:
-                segment = txn.new_segment_id()
-                active = self._files.create(segment, state.size)
-                if active is not None:
-                    txn.put_segment(segment, state)
-                    return active
+        active = None
+        try:
+            with self._index.writing() as txn:
+                self._flush(txn)
+                if txn.used() + state.charge > self._config.capacity_bytes:
+                    return None
+                while active is None:
+                    active = self._files.create(txn.new_segment_id(), state.size)
+                txn.put_segment(active.id, state)
+        except BaseException:
+            if active is not None:
+                self._files.uncreate(active)
+            raise
+        return active
 
     def publish(
         self,
@@ -159,8 +163,8 @@ class Space:
     def seal(self, segment: int, fd: int) -> None:
         """Close a segment that this process owns, or whose dead owner's lock it holds.
 
-        The file is cut to what was published; if it is gone, so are its records. `OSError` leaves the segment active: without a
-        lock, the next sweep tries again.
+        The file is cut to what was published; if it is gone, so are its records. `OSError`
+        leaves the segment active: without a lock, the next sweep tries again.
         """
         if os.fstat(fd).st_nlink == 0:
             self.lose(segment)

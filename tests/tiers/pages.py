@@ -1,4 +1,4 @@
-"""Pages with known bytes, system calls that fail on demand, and a writer in a process of its own."""
+"""Pages with known bytes, system calls that fail on demand, and processes of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDENTITY: dict[str, str | int] = {"model": "fingerprint", "dtype": "bf16", "shar
 
 def page(key: str, layout: RecordLayout = LAYOUT) -> list[np.ndarray]:
     """The page of a key: bytes that follow from the key alone."""
-    rng = np.random.default_rng(list(key_bytes(key)) + [layout.payload_bytes])
+    rng = np.random.default_rng([*key_bytes(key), layout.payload_bytes])
     return [
         rng.integers(0, 256, (layout.layers, size), dtype=np.uint8) for size in layout.part_bytes
     ]

@@ -20,9 +20,7 @@ def test_payload_is_layers_of_concatenated_parts(layout: RecordLayout) -> None:
     parts = page("k", layout)
     payload = np.empty(layout.payload_bytes, dtype=np.uint8)
     layout.gather(parts, payload)
-    expected = b"".join(
-        part[layer].tobytes() for layer in range(layout.layers) for part in parts
-    )
+    expected = b"".join(part[layer].tobytes() for layer in range(layout.layers) for part in parts)
     assert payload.tobytes() == expected
 
 

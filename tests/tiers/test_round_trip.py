@@ -58,9 +58,7 @@ def test_any_layout_any_strides_any_keys(
 
     lo = data.draw(st.integers(0, layers - 1))
     hi = data.draw(st.integers(lo + 1, layers))
-    parts = [
-        [np.zeros((hi - lo, *shape), dtype=np.uint8) for shape in part_shapes] for _ in keys
-    ]
+    parts = [[np.zeros((hi - lo, *shape), dtype=np.uint8) for shape in part_shapes] for _ in keys]
     assert all(namespace.read(keys, parts, range(lo, hi)))
     for got, source in zip(parts, sources, strict=True):
         assert all(np.array_equal(g, s[lo:hi]) for g, s in zip(got, source, strict=True))
@@ -125,8 +123,8 @@ def test_misuse_is_an_error_before_anything_is_stored(namespace: Namespace) -> N
     with pytest.raises(ValueError, match="uint8"):
         namespace.write(keys[:1], [[part.view(np.int8) for part in good]])
     assert namespace.contains(keys) == [False, False]
-    for layers in (range(0, 5), range(2, 2), range(0, 4, 2)):
-        with pytest.raises(ValueError, match="layers|range"):
+    for layers in (range(5), range(2, 2), range(0, 4, 2)):
+        with pytest.raises(ValueError, match=r"layers|range"):
             namespace.read(keys[:1], [blank()], layers)
 
 
@@ -140,7 +138,9 @@ def test_a_closed_store_misses_and_refuses(directory: Path) -> None:
     keys = keys_of(2)
     assert all(write(namespace, keys))
     store.close()
-    assert namespace.contains(keys) == read(namespace, keys) == write(namespace, keys) == [False] * 2
+    assert (
+        namespace.contains(keys) == read(namespace, keys) == write(namespace, keys) == [False] * 2
+    )
     namespace.forget(keys)
     with pytest.raises(StoreError, match="closed"):
         store.usage()

@@ -1,0 +1,304 @@
+"""Opening: what survives, what is rebuilt, what is refused; and B20, many records."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache_tiers import DiskStore, RecordLayout, StoreConfig, StoreError
+from hicache_tiers.segments import segment_path
+from tests.tiers.pages import (
+    IDENTITY,
+    LAYOUT,
+    RECORD,
+    disk_bytes,
+    finish,
+    keys_of,
+    python,
+    read,
+    segments_of,
+    write,
+)
+
+Open = Callable[..., DiskStore]
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def half_written(path: Path, rng: random.Random) -> None:
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    os.truncate(path, size)
+
+
+def scribbled(path: Path, rng: random.Random) -> None:
+    with path.open("r+b") as file:
+        for _ in range(5):
+            file.seek(rng.randrange(path.stat().st_size // 4096) * 4096)
+            file.write(rng.randbytes(4096))
+
+
+def emptied(path: Path, rng: random.Random) -> None:
+    os.truncate(path, 0)
+
+
+def deleted(path: Path, rng: random.Random) -> None:
+    shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("damage", [cut, half_written, scribbled, emptied, deleted])
+def test_b20_a_damaged_index_is_rebuilt(
+    open_store: Open, directory: Path, damage: Callable[[Path, random.Random], None]
+) -> None:
+    keys = keys_of(60)
+    store = open_store(segment_bytes=8 * RECORD)
+    assert all(write(store.namespace(IDENTITY, LAYOUT), keys))
+    other = store.namespace({"model": "other"}, RecordLayout(700, (3,)))
+    assert all(write(other, keys[:2]))
+    store.namespace(IDENTITY, LAYOUT).forget(keys[5:10])
+    listed = [info.identity for info in store.namespaces()]
+    store.close()
+    for round_ in range(3):
+        damage(directory / "index" / "data.mdb", random.Random(round_))
+        store = open_store(segment_bytes=8 * RECORD)
+        namespace = store.namespace(IDENTITY, LAYOUT)
+        hits = read(namespace, keys)
+        assert hits[:5] + hits[10:] == [True] * 55
+        assert all(read(store.namespace({"model": "other"}, RecordLayout(700, (3,))), keys[:2]))
+        assert sorted(map(str, listed)) == sorted(str(i.identity) for i in store.namespaces())
+        assert disk_bytes(directory) <= store.usage().used_bytes
+        store.check_integrity()
+        assert all(write(namespace, keys_of(3, 1000 + round_)))
+        store.close()
+
+
+def test_a_rebuild_leaves_out_what_was_never_complete(open_store: Open, directory: Path) -> None:
+    """A record cut off by a crash, an empty file, a file of another kind."""
+    store = open_store()
+    keys = keys_of(5)
+    write(store.namespace(IDENTITY, LAYOUT), keys)
+    store.close()
+    (path,) = segments_of(directory)
+    os.truncate(path, 5 * RECORD - 4096)
+    segment_path(directory / "segments", 7).touch()
+    stranger = directory / "segments" / "000000" / "notes.txt"
+    stranger.write_text("not ours")
+    shutil.rmtree(directory / "index")
+    store = open_store()
+    assert read(store.namespace(IDENTITY, LAYOUT), keys) == [True] * 4 + [False]
+    assert [p.name for p in segments_of(directory)] == [path.name]
+    assert stranger.exists()
+    assert write(store.namespace(IDENTITY, LAYOUT), keys) == [True] * 5
+    assert len(segments_of(directory)) == 2
+
+
+OTHER_USER = """
+import sys
+from pathlib import Path
+from hicache_tiers import DiskStore, StoreConfig, StoreError
+try:
+    DiskStore.open(StoreConfig(directory=Path(sys.argv[1]), capacity_bytes=1 << 26))
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_an_index_lost_under_its_users_is_not_rebuilt_beside_them(
+    open_store: Open, directory: Path
+) -> None:
+    store = open_store()
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    write(namespace, keys_of(3))
+    (directory / "index" / "data.mdb").rename(directory / "index" / "away")
+    said = finish(python(OTHER_USER, directory)).strip()
+    assert "other processes use the store; stop them" in said and "\n" not in said
+    assert all(read(namespace, keys_of(3)))
+    (directory / "index" / "away").rename(directory / "index" / "data.mdb")
+
+
+def test_b20_many_records(
+    open_store: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No listing on the way, few entries a directory, work by look-up that doesn't grow."""
+    layout = RecordLayout(2, (16,))
+    count = 20_000
+    store = open_store(capacity_bytes=1 << 30, segment_bytes=64 * 8192)
+    namespace = store.namespace(IDENTITY, layout)
+    keys = keys_of(count)
+    pages = [np.zeros((2, 16), dtype=np.uint8)]
+    listings: list[object] = []
+    for name in ("listdir", "scandir"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real: (listings.append(a), real(*a))[1])
+    for start in range(0, count, 1000):
+        batch = keys[start : start + 1000]
+        assert all(namespace.write(batch, [pages] * 1000))
+    assert all(namespace.contains(keys))
+    assert not any(namespace.contains([key + "x" for key in keys[:128]]))
+    target = [np.ones((2, 16), dtype=np.uint8)]
+    assert all(namespace.read(keys[::100], [target] * 200))
+    assert not listings
+    folders = [directory, *(path for path in directory.rglob("*") if path.is_dir())]
+    assert max(len(list(folder.iterdir())) for folder in folders) < 4096
+    listings.clear()
+    assert store.usage().records == count
+    store.close()
+    reopened = open_store(capacity_bytes=1 << 30, segment_bytes=64 * 8192)
+    assert all(reopened.namespace(IDENTITY, layout).contains(keys))
+    assert not listings, "reopening lists nothing either"
+
+
+def test_segment_names_spread_over_directories() -> None:
+    root = Path("segments")
+    paths = [segment_path(root, number) for number in range(0, 3_000_000, 97)]
+    assert len(set(paths)) == len(paths)
+    assert len({path.parent for path in paths}) < 4096
+    assert segment_path(root, 1023).parent == segment_path(root, 0).parent
+    assert segment_path(root, 1024).parent != segment_path(root, 0).parent
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"format": 999, "index_limit_bytes": 1}', "format 999, this version reads 1"),
+        ("not json", "not readable as a store format"),
+        ("{}", "not readable as a store format"),
+        ("\xff\xfe", "not readable as a store format"),
+    ],
+)
+def test_another_format_is_refused_and_left_alone(
+    open_store: Open, directory: Path, content: str, said: str
+) -> None:
+    open_store().close()
+    path = directory / "FORMAT"
+    path.write_bytes(content.encode("latin-1"))
+    before = sorted(directory.rglob("*"))
+    with pytest.raises(StoreError, match=said) as raised:
+        open_store()
+    assert "\n" not in str(raised.value) and str(directory) in str(raised.value)
+    assert sorted(directory.rglob("*")) == before
+    assert path.read_bytes() == content.encode("latin-1")
+
+
+def test_the_format_file_is_json(store: DiskStore, directory: Path) -> None:
+    found = json.loads((directory / "FORMAT").read_text())
+    assert found == {
+        "format": 1,
+        "index_limit_bytes": 64 << 20,
+        "written_by": "hicache_tiers",
+    }
+
+
+def test_b23_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match=r"file, not a directory|Not a directory") as raised:
+            DiskStore.open(StoreConfig(directory=path, capacity_bytes=1 << 20))
+        assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+    assert (tmp_path / "file").read_text() == ""
+
+
+UNWRITABLE = """
+import os, sys
+from pathlib import Path
+from hicache_tiers import DiskStore, StoreConfig, StoreError
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for name in sys.argv[1:]:
+    try:
+        DiskStore.open(StoreConfig(directory=Path(name), capacity_bytes=1 << 20))
+    except StoreError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_b23_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(0o755)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    said = finish(python(UNWRITABLE, closed, closed / "missing" / "parent")).splitlines()
+    assert len(said) == 2
+    assert all("Permission denied" in line and "give a writable directory" in line for line in said)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_b23_parents_are_made_and_nothing_is_open_to_others(tmp_path: Path, umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        store = DiskStore.open(StoreConfig(directory=tmp_path / "a" / "b", capacity_bytes=1 << 20))
+        assert all(write(store.namespace(IDENTITY, LAYOUT), keys_of(3)))
+        made = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+        assert len(made) >= 8
+        for path in made:
+            assert path.stat().st_mode & 0o077 == 0, path
+        store.close()
+    finally:
+        os.umask(old)
+
+
+OPENER = """
+import sys
+from pathlib import Path
+from hicache_tiers import DiskStore, StoreConfig
+from tests.tiers.pages import *
+store = DiskStore.open(StoreConfig(directory=Path(sys.argv[1]), capacity_bytes=1 << 24))
+namespace = store.namespace(IDENTITY, LAYOUT)
+assert all(write(namespace, keys_of(4, int(sys.argv[2])))), store.stats()
+store.close()
+"""
+
+
+def test_b23_all_ranks_may_start_at_once(directory: Path) -> None:
+    for process in [python(OPENER, directory, rank) for rank in range(4)]:
+        finish(process)
+    store = DiskStore.open(StoreConfig(directory=directory, capacity_bytes=1 << 24))
+    assert all(read(store.namespace(IDENTITY, LAYOUT), keys_of(7)))
+    store.check_integrity()
+    store.close()
+
+
+def test_gc_removes_what_no_index_entry_reaches(open_store: Open, directory: Path) -> None:
+    store = open_store(segment_bytes=2 * RECORD)
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    keys = keys_of(8)
+    write(namespace, keys)
+    stray = segment_path(directory / "segments", 99)
+    stray.write_bytes(bytes(RECORD))
+    segments_of(directory)[0].unlink()
+    report = store.gc()
+    assert (report.stray_files, report.lost_records, report.evicted_records) == (1, 2, 0)
+    assert not stray.exists()
+    assert read(namespace, keys) == [False] * 2 + [True] * 6
+    namespace.forget(keys)
+    store.gc()
+    assert store.usage().namespaces == 0 and segments_of(directory) == []
+    assert all(write(namespace, keys)) and all(read(namespace, keys))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"capacity_bytes": 0}, {"segment_bytes": 0}, {"io_threads": 0}, {"deadline_s": 0.0}]
+)
+def test_settings_that_cannot_work(tmp_path: Path, setting: dict[str, int]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=name):
+        StoreConfig(**({"directory": tmp_path, "capacity_bytes": 1} | setting))
+
+
+def test_segments_are_a_sixteenth_of_the_capacity(tmp_path: Path) -> None:
+    def limit(**settings: int) -> int:
+        return StoreConfig(directory=tmp_path, **settings).segment_limit
+
+    assert limit(capacity_bytes=1 << 30) == 64 << 20
+    assert limit(capacity_bytes=1 << 40) == 256 << 20
+    assert limit(capacity_bytes=1) == limit(capacity_bytes=100_000) == 4096
+    assert limit(capacity_bytes=1 << 30, segment_bytes=10_000) == 8192
