@@ -214,6 +214,9 @@ class Space:
     def tidy(self) -> None:
         """What every open does: seal dead owners' segments, free what is pending, apply the cap."""
         self.sweep()
+        with self._index.writing() as txn, contextlib.suppress(OSError):
+            # Under the lock nobody is creating it: a process died before it could enter the id.
+            self._files.remove(txn.next_segment())
         self.settle()
         self.make_room(0)
 

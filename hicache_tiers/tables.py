@@ -166,6 +166,10 @@ class Txn:
         """Sum of the charges of all segments."""
         return self._number(b"used")
 
+    def next_segment(self) -> int:
+        """The id that the next segment gets."""
+        return self._number(b"next_segment")
+
     def count(self, table: str) -> int:
         """Rows of a table."""
         return int(self._txn.stat(self._tables[table])["entries"])
@@ -225,7 +229,7 @@ class Txn:
 
     def new_segment_id(self) -> int:
         """An id never given out before."""
-        segment = self._number(b"next_segment")
+        segment = self.next_segment()
         self._put("meta", b"next_segment", _U64.pack(segment + 1))
         return segment
 

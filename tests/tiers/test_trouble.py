@@ -262,14 +262,16 @@ def test_a_hung_index_refuses_writes_while_reads_go_on(open_store: Open) -> None
     assert all(write(namespace, keys[:2]))
     opened = store._now()
     assert opened is not None
-    release = threading.Event()
+    held, release = threading.Event(), threading.Event()
 
     def hold_the_writer() -> None:
         with opened.resources.index.writing():
+            held.set()
             release.wait(60)
 
     holder = threading.Thread(target=hold_the_writer)
     holder.start()
+    assert held.wait(20)
     assert write(namespace, keys) == [True, True, False, False]
     assert all(read(namespace, keys[:2]))
     assert write(namespace, keys) == [True, True, False, False]
