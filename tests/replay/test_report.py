@@ -159,6 +159,14 @@ def test_a_report_shows_everything_in_80_columns() -> None:
         assert expected in text
 
 
+def test_an_unknown_tier_is_shown_only_where_there_is_one() -> None:
+    known, unknown = report(answered(1.0, device=500)), report(answered(1.0, elsewhere=500))
+    assert "tier unknown" not in shown(known)
+    assert "cached, tier unknown │    500" in shown(unknown)
+    assert "cached │ recomputed" not in shown(compare_table([("a", known)])).replace("┃", "│")
+    assert "cached ┃ recomputed" in shown(compare_table([("a", known), ("b", unknown)]))
+
+
 def test_runs_side_by_side() -> None:
     cold = report(answered(2.0))
     warm = report(answered(0.05, storage=900))

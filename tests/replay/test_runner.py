@@ -178,6 +178,9 @@ def test_an_error_is_counted_and_the_replay_goes_on(
 def test_a_request_that_takes_too_long(stand: SglangStand) -> None:
     report = run(text_trace(["%slow", "quick"]), stand, ReplayOptions(timeout_s=0.5))
     assert [r.error for r in report.requests] == ["timeout", None]
+    quick = report.requests[1]
+    assert quick.sent_s >= 0.5  # after the turn before it, which does not make it late
+    assert quick.late_s < quick.sent_s / 2
 
 
 def test_a_server_that_goes_away(stand: SglangStand) -> None:
@@ -246,6 +249,12 @@ def test_long_texts_are_clipped_by_the_servers_tokenizer(stand: SglangStand) -> 
     run(text_trace(["abcdef", "abc"]), stand, ReplayOptions(max_prompt_tokens=4))
     assert stand.bodies[0]["input_ids"] == list(b"abcd")
     assert stand.bodies[1]["text"] == "abc"
+
+
+def test_long_prompts_of_ids_are_clipped(stand: SglangStand) -> None:
+    session = Session("a", (Request("a", 0, RawPrompt((5, 6, 7))),))
+    run(Trace("t", "openai-jsonl", (session,)), stand, ReplayOptions(max_prompt_tokens=2))
+    assert stand.bodies[0]["input_ids"] == [5, 6]
 
 
 def test_shared_context_is_in_tokens_and_does_not_depend_on_the_selection(
