@@ -151,6 +151,17 @@ def test_a_segment_removed_while_it_is_written_acknowledges_nothing(
     assert all(read(namespace, keys))
 
 
+def test_an_evicted_file_holds_no_space_for_those_who_have_it_open(
+    store: DiskStore, namespace: Namespace, directory: Path
+) -> None:
+    write(namespace, keys_of(4))
+    (path,) = segments_of(directory)
+    with path.open("rb") as another_process:
+        store.clear()
+        assert not path.exists()
+        assert os.fstat(another_process.fileno()).st_blocks == 0
+
+
 @pytest.mark.parametrize("content", ["zeros", "garbage"])
 def test_a_file_of_other_content(
     store: DiskStore, namespace: Namespace, directory: Path, content: str

@@ -87,6 +87,17 @@ def test_a_job_nobody_waits_for_is_abandoned_too(make_pool: Callable[..., IoPool
     release.set()
 
 
+def test_a_result_that_went_to_discard_is_nobody_elses(make_pool: Callable[..., IoPool]) -> None:
+    pool = make_pool(threads=1)
+    release, discarded = threading.Event(), threading.Event()
+    late = pool.submit(lambda: release.wait(20), discard=lambda _: discarded.set())
+    assert pool.call(lambda: 5) == 5, "waiting for this one finds the other one late"
+    release.set()
+    assert discarded.wait(20)
+    with pytest.raises(HungError):
+        pool.wait(late)
+
+
 def test_a_closed_pool_finishes_what_is_queued_and_takes_no_more(
     make_pool: Callable[..., IoPool],
 ) -> None:

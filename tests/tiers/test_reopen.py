@@ -302,3 +302,22 @@ def test_segments_are_a_sixteenth_of_the_capacity(tmp_path: Path) -> None:
     assert limit(capacity_bytes=1 << 40) == 256 << 20
     assert limit(capacity_bytes=1) == limit(capacity_bytes=100_000) == 4096
     assert limit(capacity_bytes=1 << 30, segment_bytes=10_000) == 8192
+
+
+def test_an_unreadable_row_is_a_miss_and_the_next_open_rebuilds(
+    open_store: Open, directory: Path
+) -> None:
+    store = open_store()
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    keys = keys_of(3)
+    write(namespace, keys)
+    opened = store._now()
+    assert opened is not None
+    with opened.resources.index.writing() as txn:
+        txn._put("entries", namespace._name(keys[1]), b"\xc1")
+    assert namespace.contains(keys[:1]) == [True]
+    assert namespace.contains(keys[1:2]) == read(namespace, keys[1:2]) == [False]
+    assert write(namespace, keys[1:2]) == [False]
+    store.close()
+    store = open_store()
+    assert all(read(store.namespace(IDENTITY, LAYOUT), keys))
