@@ -63,9 +63,9 @@ class Directory:
         try:
             _make_directory(self.root)
             self._fd = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            alone = try_lock(self._fd)
-            if not alone:
-                self._wait_for_share()
+            alone = self._wait_for_lock(fcntl.LOCK_EX, fcntl.LOCK_SH) == fcntl.LOCK_EX
+            if (self.root / "FORMAT").exists():
+                self.format()
             for path in (self.index, self.segments):
                 _make_directory(path)
             if alone and self._create:
@@ -84,7 +84,7 @@ class Directory:
 
     def share(self) -> None:
         """Turn the exclusive lock into a shared one."""
-        self._wait_for_share()
+        self._wait_for_lock(fcntl.LOCK_SH)
 
     def check_index(self) -> None:
         """`StoreError` where the index is gone while other processes use it."""
@@ -125,15 +125,21 @@ class Directory:
         limit = min(max(share, _MIN_INDEX_BYTES), _MAX_INDEX_BYTES)
         if path.exists() and self.format().index_limit_bytes >= limit:
             return
-        unique = path.with_name(f"FORMAT.{os.getpid()}")
-        unique.touch(mode=0o600)
-        unique.write_bytes(msgspec.json.encode(FormatFile(FORMAT, limit)))
-        unique.replace(path)
+        fresh = path.with_name("FORMAT.new")
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(msgspec.json.encode(FormatFile(FORMAT, limit)))
+        fresh.replace(path)
 
-    def _wait_for_share(self) -> None:
-        """Take the shared lock; another process may hold it for as long as it repairs."""
+    def _wait_for_lock(self, *wanted: int) -> int:
+        """Take the first of these locks to be had; another process may be repairing.
+
+        Who wants both tries the exclusive one first, every time: the one that repairs may die.
+        """
         give_up = time.monotonic() + _LOCK_WAIT_S
-        while not try_lock(self._fd, fcntl.LOCK_SH):
+        while True:
+            for operation in wanted:
+                if try_lock(self._fd, operation):
+                    return operation
             if time.monotonic() > give_up:
                 raise StoreError(
                     f"{self.root} is being repaired by another process for over "

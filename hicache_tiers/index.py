@@ -171,6 +171,11 @@ def mark_damaged(directory: Path) -> None:
         os.close(os.open(directory / _DAMAGED, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
 
+def mark_whole(directory: Path) -> None:
+    """Take back `mark_damaged`."""
+    (directory / _DAMAGED).unlink(missing_ok=True)
+
+
 def why_damaged(directory: Path) -> str | None:
     """What is wrong with the index at rest, as far as can be told without lmdb.
 
@@ -218,10 +223,13 @@ def _why_unsound(directory: Path) -> str | None:
 
 
 def new_index(directory: Path, limit_bytes: int) -> Index:
-    """An empty index in place of whatever is there; only for a process that is alone."""
-    for path in directory.iterdir():
-        if path.is_file():
-            path.unlink()
+    """An empty index in place of whatever is there; only for a process that is alone.
+
+    It counts as damaged until `mark_whole`: its maker may be killed before it is filled.
+    """
+    mark_damaged(directory)
+    for name in ("data.mdb", "lock.mdb"):
+        (directory / name).unlink(missing_ok=True)
     return Index(directory, limit_bytes)
 
 

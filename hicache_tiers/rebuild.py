@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache_tiers.config import BLOCK
-from hicache_tiers.index import IndexLimitError, new_index
+from hicache_tiers.index import IndexLimitError, mark_whole, new_index
 from hicache_tiers.record import FORMAT, Header, decode_header, entry_key, header_span
 from hicache_tiers.segments import segment_files
 from hicache_tiers.tables import Entry, Segment, Txn
@@ -37,6 +37,7 @@ def rebuild(index_directory: Path, limit_bytes: int, segments: Path) -> None:
         logger.warning("%s: the index is full, older records are left out", index_directory)
     finally:
         index.close(timeout_s=0.0)
+    mark_whole(index_directory)
     if records:
         logger.warning("%s: rebuilt from the segments, %d records", index_directory, records)
 

@@ -147,6 +147,7 @@ def python(code: str, *args: object) -> subprocess.Popen[str]:
         [sys.executable, "-c", code, *map(str, args)],
         cwd=ROOT,
         text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

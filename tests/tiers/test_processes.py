@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_tiers import DiskStore, StoreConfig, StoreError
+from hicache_tiers import DiskStore, RecordLayout, StoreConfig, StoreError
 from tests.tiers.pages import (
     IDENTITY,
     LAYOUT,
@@ -209,6 +209,32 @@ def test_a_killed_owner_is_swept_while_others_run(open_store: Open, directory: P
     writer.kill()
     writer.communicate()
     assert store.gc().sealed_segments == 1
+
+
+HOLDER = (
+    PRELUDE
+    + """
+store = open_store(32 * RECORD)
+assert all(write(store.namespace(IDENTITY, LAYOUT), keys_of(1, 500)))
+print("active", flush=True)
+sys.stdin.read()
+"""
+)
+
+
+def test_nothing_is_evicted_for_room_that_others_hold(open_store: Open, directory: Path) -> None:
+    store = open_store(capacity_bytes=32 * RECORD)
+    small = store.namespace(IDENTITY, LAYOUT)
+    assert all(write(small, keys_of(4)))
+    holder = python(HOLDER, directory)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "active\n", holder.communicate()
+    large = store.namespace(IDENTITY, RecordLayout(1, (30 * RECORD,)))
+    assert write(large, keys_of(1)) == [False]
+    assert all(small.contains(keys_of(4)))
+    assert (store.stats().declined, store.stats().evicted) == (1, 0)
+    finish(holder)  # closes its input; it ends without closing its store
+    assert write(large, keys_of(1)) == [True]
 
 
 def in_child(work: Callable[[], bool]) -> None:

@@ -8,11 +8,13 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hicache_tiers import DiskStore, RecordLayout, StoreConfig, StoreError
+from hicache_tiers import DiskStore, RecordLayout, StoreConfig, StoreError, rebuild
+from hicache_tiers.index import why_damaged
 from hicache_tiers.segments import segment_path
 from tests.tiers.pages import (
     IDENTITY,
@@ -81,6 +83,30 @@ def test_b20_a_damaged_index_is_rebuilt(
         store.close()
 
 
+def test_damage_that_would_kill_lmdb_is_seen_before(open_store: Open, directory: Path) -> None:
+    store = open_store()
+    assert all(write(store.namespace(IDENTITY, LAYOUT), keys_of(60)))
+    store.close()
+    index = directory / "index"
+    whole = (index / "data.mdb").read_bytes()
+    assert why_damaged(index) is None
+    damaged = {
+        "cut to two pages": whole[:8192],
+        "cut by one page": whole[:-4096],
+        "cut within the first page": whole[:100],
+        "zeros but for the meta pages": whole[:8192] + bytes(len(whole) - 8192),
+        "garbage but for the meta pages": whole[:8192] + random.Random(0).randbytes(len(whole)),
+        "other meta pages": bytes(8192) + whole[8192:],
+    }
+    for content in damaged.values():
+        (index / "data.mdb").write_bytes(content)
+        assert why_damaged(index) is not None
+    (index / "data.mdb").write_bytes(damaged["cut by one page"])
+    assert why_damaged(index) == "it is cut short", "by its length: a long index is not walked"
+    (index / "data.mdb").write_bytes(whole)
+    assert why_damaged(index) is None
+
+
 def test_a_rebuild_leaves_out_what_was_never_complete(open_store: Open, directory: Path) -> None:
     """A record cut off by a crash, an empty file, a file of another kind."""
     store = open_store()
@@ -95,10 +121,60 @@ def test_a_rebuild_leaves_out_what_was_never_complete(open_store: Open, director
     shutil.rmtree(directory / "index")
     store = open_store()
     assert read(store.namespace(IDENTITY, LAYOUT), keys) == [True] * 4 + [False]
+    assert store.stats().errors.corrupt == 0
     assert [p.name for p in segments_of(directory)] == [path.name]
     assert stranger.exists()
     assert write(store.namespace(IDENTITY, LAYOUT), keys) == [True] * 5
     assert len(segments_of(directory)) == 2
+
+
+def test_a_rebuild_frees_what_it_cannot_use(open_store: Open, directory: Path) -> None:
+    store = open_store()
+    keys = keys_of(5)
+    write(store.namespace(IDENTITY, LAYOUT), keys)
+    store.close()
+    (path,) = segments_of(directory)
+    with path.open("r+b") as file:
+        file.seek(2 * RECORD + 20)
+        file.write(b"the header of the third record")
+    shutil.rmtree(directory / "index")
+    store = open_store()
+    assert read(store.namespace(IDENTITY, LAYOUT), keys) == [True] * 2 + [False] + [True] * 2
+    assert disk_bytes(directory) == 4 * RECORD
+
+
+def test_a_rebuild_that_is_killed_is_done_again(
+    open_store: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(segment_bytes=RECORD)
+    keys = keys_of(6)
+    write(store.namespace(IDENTITY, LAYOUT), keys)
+    store.close()
+    shutil.rmtree(directory / "index")
+    add_segment = rebuild._add_segment
+    left = [3]
+
+    def stop(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return add_segment(*args)
+
+    monkeypatch.setattr(rebuild, "_add_segment", stop)
+    with pytest.raises(KeyboardInterrupt):
+        open_store(segment_bytes=RECORD)
+    monkeypatch.undo()
+    assert all(read(open_store(segment_bytes=RECORD).namespace(IDENTITY, LAYOUT), keys))
+
+
+def test_a_segment_file_that_never_got_its_id_is_removed(open_store: Open, directory: Path) -> None:
+    store = open_store()
+    write(store.namespace(IDENTITY, LAYOUT), keys_of(2))
+    store.close()
+    unborn = segment_path(directory / "segments", 1)
+    unborn.touch()
+    open_store()
+    assert not unborn.exists()
 
 
 OTHER_USER = """

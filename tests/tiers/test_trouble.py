@@ -7,12 +7,13 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hicache_tiers import DiskStore, RecordLayout, StoreConfig
+from hicache_tiers import DiskStore, RecordLayout, StoreConfig, StoreError
 from tests.tiers.pages import (
     IDENTITY,
     LAYOUT,
@@ -90,6 +91,20 @@ def test_b03_no_space_from_the_first_byte_on(small_disk: Path) -> None:
     ballast.unlink()
     assert all(write(namespace, keys)) and all(read(namespace, keys))
     store.check_integrity()
+    store.close()
+
+
+def test_b03_no_space_to_open_says_so(small_disk: Path) -> None:
+    with pytest.raises(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    config = StoreConfig(directory=small_disk / "store", capacity_bytes=100 << 20)
+    with pytest.raises(StoreError, match="No space left") as raised:
+        DiskStore.open(config)
+    assert "\n" not in str(raised.value)
+    (small_disk / "ballast").unlink()
+    store = DiskStore.open(config)
+    assert all(write(store.namespace(IDENTITY, LAYOUT), keys_of(3)))
     store.close()
 
 
@@ -247,11 +262,13 @@ def test_a_hung_write_is_refused_and_its_segment_left(open_store: Open, director
     store.check_integrity()
     assert all(write(namespace, keys)) and all(read(namespace, keys))
     assert store.usage().segments == 2
-    hang.released.set()
-    while hang.hanging:
-        pass
     store.close()
-    assert disk_bytes(directory) == 4 * RECORD, "the late write was taken back"
+    hang.released.set()
+    for _ in range(500):  # the late write lands first, then it is taken back
+        time.sleep(0.02)
+        if not hang.hanging and disk_bytes(directory) == 4 * RECORD:
+            break
+    assert disk_bytes(directory) == 4 * RECORD
     assert all(read(open_store().namespace(IDENTITY, LAYOUT), keys))
 
 
