@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -154,21 +155,25 @@ def _backend_name() -> list[Finding]:
     if engine_version.installed_sglang() is None:
         return []  # named under sglang
     try:
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
-        from sglang.srt.server_args import ServerArgs
-
-        parser = argparse.ArgumentParser()
-        ServerArgs.add_cli_args(parser)
-        arguments = ["--model-path", "x", "--hicache-storage-backend", engine_options.BACKEND]
-        parser.exit_on_error = False
-        parser.parse_args(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SGLang's, about hardware that is not here
+            _parse_as_sglang()
     except (argparse.ArgumentError, ImportError, AttributeError, OSError) as error:
         fault = " ".join(str(error).split())
         mend = "reinstall the supported sglang, or apply the patches: scripts/apply_patches.py"
         return [Finding("backend", "fault", f"SGLang does not accept `cacheflow`: {fault}", mend)]
     return [Finding("backend", "ok", "SGLang accepts --hicache-storage-backend cacheflow")]
+
+
+def _parse_as_sglang() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    parser.parse_args(["--model-path", "x", "--hicache-storage-backend", engine_options.BACKEND])
 
 
 def _patches() -> list[Finding]:

@@ -1,17 +1,20 @@
 """Prometheus series of the tiers, in SGLang's own exposition.
 
 SGLang sets up prometheus_client's multi-process directory before it starts its ranks, so counters
-made in a scheduler process appear at the server's `/metrics` beside SGLang's. Counters only grow;
-labels hold rank and tier, never a request.
+made in a scheduler process appear at the server's `/metrics` beside SGLang's. It is imported here
+on first use only: imported before that directory is set, it would count in memory for good, and
+SGLang's own series would be lost, too. Counters only grow; labels hold rank and tier, never a
+request.
 """
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
-
-from prometheus_client import Counter
+from typing import TYPE_CHECKING, Any
 
 from hicache_tiers import TierStats
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 _LABELS = ("tp_rank", "pp_rank", "dp_rank", "tier")
 
@@ -30,7 +33,9 @@ _ERROR_KINDS = ("read", "write", "corrupt", "timeout")
 
 
 @cache  # a second series of one name would be refused when the backend is attached again
-def _counters() -> Mapping[str, Counter]:
+def _counters() -> Mapping[str, "Counter"]:
+    from prometheus_client import Counter
+
     return {
         name: Counter(f"cacheflow:tier_{name}", text, labelnames=_LABELS)
         for name, text in _SERIES.items()
@@ -38,7 +43,9 @@ def _counters() -> Mapping[str, Counter]:
 
 
 @cache
-def _errors() -> Counter:
+def _errors() -> "Counter":
+    from prometheus_client import Counter
+
     return Counter(
         "cacheflow:tier_errors",
         "Failed operations of the tier, by kind; each is a miss or an unstored page, no more.",

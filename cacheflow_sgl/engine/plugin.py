@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from cacheflow_sgl import cpu
 
-from . import backend_name, launch_checks
+from . import backend_name, launch_checks, weight_updates
 from .version import UnsupportedSGLangError, check_sglang_version
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,6 @@ def _hook_backend_name() -> None:
 
 def _hook_weight_updates() -> None:
     """Stored pages follow the weights."""
-    from . import weight_updates
-
     _around(f"{_WEIGHTS}.update_weights_from_disk", weight_updates.after_disk_update)
     for update in ("distributed", "tensor", "ipc"):
         target = f"{_WEIGHTS}.update_weights_from_{update}"

@@ -9,7 +9,6 @@ Interfaces: `HiCacheStorage` in `sglang/srt/mem_cache/hicache_storage.py`, v1 (t
 (KV and extra pools).
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,9 +31,7 @@ from .host_pages import HostPages, host_pages
 from .metrics import TierMetrics
 from .namespace import ModelIdentity, pool_identity
 from .options import parse_options
-
-# Backends alive in this process, for the seams that hear of weight updates and flushes.
-live_backends: "weakref.WeakSet[CacheFlowStorage]" = weakref.WeakSet()
+from .weight_updates import live_backends
 
 
 class PoolStore:

@@ -4,10 +4,25 @@ SGLang can replace a model's weights while it serves. The tree and the host tier
 SGLang itself; the store is ours, so its namespace moves with the weights.
 """
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from .storage import live_backends
+
+class FollowsWeights(Protocol):
+    """A backend whose namespace moves with the weights; see `storage.CacheFlowStorage`."""
+
+    def weights_changed(self, model_path: str | None, *, flushed: bool) -> None:
+        """The model has other weights now."""
+
+    def cache_flushed(self) -> None:
+        """SGLang has dropped what it had cached."""
+
+
+# Backends alive in this process; each enters itself. (This module must not import `storage`: the
+# plugin loads it in every process, and prometheus_client must not be imported before SGLang has
+# set up its multi-process directory.)
+live_backends: "weakref.WeakSet[FollowsWeights]" = weakref.WeakSet()
 
 
 def after_disk_update(update: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -148,3 +148,15 @@ def test_every_command_knows_the_name(entry, tmp_path):
     assert run.returncode == 2
     assert "invalid choice: 'nope'" in run.stderr
     assert "'cacheflow'" in run.stderr
+
+
+def test_loading_the_plugin_does_not_import_prometheus(tmp_path):
+    """Imported before SGLang sets its multi-process directory, it would lose SGLang's counts."""
+    program = (
+        "import sys, cacheflow_sgl.engine.plugin as plugin; plugin.register();"
+        "print('prometheus_client' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
+    assert run.stdout.splitlines()[-1] == "False", run.stderr
