@@ -6,9 +6,17 @@ venv="$root/.venv"
 stage_names=()
 stage_seconds=()
 
-die() {
+complain() {
     echo "$(basename "$0"): $*" >&2
+}
+
+die() {
+    complain "$@"
     exit 2
+}
+
+absolute() {
+    case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac
 }
 
 # stage NAME COMMAND...: run a command under a heading and remember how long it took.
@@ -43,17 +51,28 @@ find_python() {
 }
 
 # Install this package and everything it needs into $venv; quick when nothing has changed.
+# Every step has its own `|| return`: `set -e` is off in what `stage` calls.
 install_environment() {
     local python wanted stamp="$venv/.cacheflow-installed"
-    wanted=$(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | sha256sum)
+    wanted=$(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | sha256sum) || return 2
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted $root" ]; then
         echo "environment $venv is up to date"
         return
     fi
-    python=$(find_python) || exit 2
+    python=$(find_python) || return 2
     echo "installing into $venv: about 11 GB, some minutes"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$root/scripts/constraints.txt" --editable "$root[dev]"
+    rm -f "$stamp" || return 2
+    # An interrupted run may have left an environment without pip: making it again completes it.
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        if ! "$python" -m venv "$venv" || ! "$venv/bin/python" -m pip --version >/dev/null; then
+            complain "cannot make an environment in $venv; remove it, or give another with --venv"
+            return 2
+        fi
+    fi
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$root/scripts/constraints.txt" --editable "$root[dev]"; then
+        complain "pip could not install into $venv: see its lines above, then run this again"
+        return 2
+    fi
     echo "$wanted $root" >"$stamp"
 }

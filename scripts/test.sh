@@ -26,12 +26,14 @@ arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
     --full) marks="not bench" ;;
-    --venv) venv=${2:?--venv needs a directory} && shift ;;
+    --venv) venv=$(absolute "${2:?--venv needs a directory}") && shift ;;
     -h | --help) usage && exit 0 ;;
     *) arguments+=("$1") ;;
     esac
     shift
 done
+
+selected=no
 
 run_pytest() {
     local status=0
@@ -40,6 +42,7 @@ run_pytest() {
     if [ "$status" -eq 5 ] && [ ${#arguments[@]} -gt 0 ]; then
         return 0
     fi
+    selected=yes
     return "$status"
 }
 
@@ -49,4 +52,5 @@ stage "install" install_environment
 status=0
 stage "fast tests" run_pytest "$marks and not engine" || status=$?
 stage "tests with the real SGLang" run_pytest "$marks and engine" || status=$?
+[ "$selected" = yes ] || die "no test matches: ${arguments[*]}"
 exit "$status"
