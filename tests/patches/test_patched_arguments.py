@@ -107,3 +107,60 @@ def test_the_launching_process_checks_the_options(patched_sglang: Path, tmp_path
     assert good == other_backend == "accepted"
     assert "unknown key 'directroy'; did you mean 'directory'?" in bad
     assert no_package.startswith("--hicache-storage-backend cacheflow needs the cacheflow-sgl pack")
+
+
+NOTIFIED = """
+from types import SimpleNamespace
+from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+from sglang.srt.managers.scheduler_components import weight_updater
+
+class Backend:
+    def weights_changed(self, model_path, *, flushed):
+        print("changed", model_path, flushed)
+
+def manager(backend):
+    made = object.__new__(weight_updater.SchedulerWeightUpdaterManager)
+    controller = SimpleNamespace(storage_backend=backend)
+    made.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(cache_controller=controller))
+    made.metrics_collector = None
+    return made
+
+def update(made):
+    with made._observe_weight_load("disk"):
+        print("update")
+        raise OSError("half-way")
+
+def attempt(made):
+    try:
+        update(made)
+    except OSError as error:
+        print(error)
+
+attempt(manager(Backend()))
+for without in [None, object()]:
+    attempt(manager(without))
+for scheduler in [None, object(), SimpleNamespace(tree_cache=object())]:
+    made = manager(None)
+    made.scheduler = scheduler
+    attempt(made)
+
+made = manager(Backend())
+made._session = None
+print(made.end_weight_update(EndWeightUpdateReqInput()).success)
+made._session = weight_updater._WeightUpdateSession(selector="target")
+made.tp_worker = SimpleNamespace(weight_update_runners=lambda: [])
+made.tp_cpu_group = None
+weight_updater.torch = SimpleNamespace(distributed=SimpleNamespace(barrier=lambda group: None))
+print(made.end_weight_update(EndWeightUpdateReqInput()).success)
+"""
+
+
+def test_the_storage_backend_hears_of_failed_updates_and_of_remote_writes(
+    patched_sglang: Path,
+) -> None:
+    result = python(patched_sglang, "-c", NOTIFIED)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[:3] == ["update", "changed None False", "half-way"]
+    assert lines[3:13] == ["update", "half-way"] * 5
+    assert lines[13:] == ["False", "changed None False", "True"]
