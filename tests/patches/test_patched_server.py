@@ -1,25 +1,37 @@
-"""A server on a patched SGLang, without the seams of the plugin that the patches provide."""
+"""A server on a patched SGLang with our plugin switched off."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cacheflow_sgl.client import ServerProcess
+from cacheflow_sgl.client import Generation, ServerProcess
+from cacheflow_sgl.cpu.tiny_model import Recipe, write_tiny_model
+from tests.harness.equality import ask_all, compare
 from tests.harness.prompts import PAGE, random_prompt
+from tests.harness.reference import Reference
+
+from .conftest import REPOSITORY
 
 pytestmark = pytest.mark.engine
 
+CPU_PLUGIN = REPOSITORY / "tests" / "harness" / "cpu_plugin"
+NEW_TOKENS = 6
+PAGES = 8
+PROMPT = random_prompt(PAGES * PAGE + 17, seed=1)
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def patched_server(
-    patched_sglang: Path, tiny_model: Path, tmp_path: Path
+    patched_sglang: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    options = {"directory": str(tmp_path / "pages"), "prefetch_threshold": PAGE}
+    directory = tmp_path_factory.mktemp("patched-server")
+    options = {"directory": str(directory / "pages"), "prefetch_threshold": PAGE}
     with ServerProcess(
         tiny_model,
         [
@@ -28,31 +40,57 @@ def patched_server(
             *("--hicache-storage-backend-extra-config", json.dumps(options)),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
             *("--page-size", str(PAGE)),
+            *("--max-total-tokens", "4096"),
             "--enable-metrics",
             "--enable-cache-report",
         ],
-        log_path=tmp_path / "server.log",
-        # Without a GPU the plugin also brings what SGLang lacks there, so it stays on itself.
-        env={"PYTHONPATH": str(patched_sglang), "CACHEFLOW_PLUGIN_SEAMS": "off"},
+        log_path=directory / "server.log",
+        env={
+            "PYTHONPATH": os.pathsep.join([str(patched_sglang), str(CPU_PLUGIN)]),
+            # Without a GPU, SGLang still needs what it lacks there.
+            "SGLANG_PLUGINS": "cacheflow_cpu",
+        },
     ) as running:
         yield running
 
 
-def wait_until_stored(server: ServerProcess, pages: int) -> None:
+def written(server: ServerProcess) -> float:
+    return server.client.metrics().total("cacheflow:tier_written_records_total")
+
+
+def fill(server: ServerProcess) -> None:
+    """Have the pages of the prompt stored, and nothing left on device and host."""
+    before = written(server)
+    assert server.client.generate(PROMPT, max_new_tokens=1).cached.total == 0
     deadline = time.monotonic() + 60
-    while server.client.metrics().total("cacheflow:tier_written_records_total") < pages:
+    while written(server) < before + PAGES:
         assert time.monotonic() < deadline, server.log_tail()
         time.sleep(0.2)
+    server.client.flush_cache()
 
 
-def test_it_serves_and_restores(patched_server: ServerProcess) -> None:
-    prompt = random_prompt(8 * PAGE + 17, seed=1)
-    ask = patched_server.client.generate
-    computed = ask(prompt, max_new_tokens=8, logprobs=True)
-    assert computed.cached.total == 0
-    wait_until_stored(patched_server, pages=8)
+def same(model: Path, answers: list[Generation]) -> bool:
+    return compare([Reference(model).generate(PROMPT, NEW_TOKENS)], answers).same
+
+
+def test_it_serves_and_restores_and_its_pages_follow_the_weights(
+    patched_server: ServerProcess, tiny_model: Path, tmp_path: Path
+) -> None:
+    fill(patched_server)
+    restored = ask_all(patched_server.client, [PROMPT], NEW_TOKENS)
+    assert restored[0].cached.storage == PAGES * PAGE
+    assert same(tiny_model, restored)
+
+    other = write_tiny_model(tmp_path / "other", Recipe(seed=1))
+    patched_server.client.update_weights(other)
+    answers = ask_all(patched_server.client, [PROMPT], NEW_TOKENS)
+    assert answers[0].cached.total == 0
+    assert same(other, answers)
+    assert not same(tiny_model, answers)
+
+    # What the new weights compute is stored, but in a namespace that the flush leaves behind.
     patched_server.client.flush_cache()
-    restored = ask(prompt, max_new_tokens=8, logprobs=True)
-    assert restored.cached.storage == 8 * PAGE
-    assert restored.output_ids == computed.output_ids
-    assert restored.logprobs == pytest.approx(computed.logprobs, abs=1e-4)
+    fill(patched_server)
+    restored = ask_all(patched_server.client, [PROMPT], NEW_TOKENS)
+    assert restored[0].cached.storage == PAGES * PAGE
+    assert same(other, restored)
