@@ -1,13 +1,13 @@
 """What every command prints and writes the same way."""
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
 from rich.console import Console
+
+from cacheflow_sgl.files import write_atomically
 
 console = Console()
 error_console = Console(stderr=True)
@@ -25,10 +25,7 @@ def write_json(path: Path | None, content: Any) -> None:
     text = msgspec.json.format(msgspec.json.encode(content), indent=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(text + b"\n")
-        Path(name).replace(path)
+        write_atomically(path, text + b"\n")
     except OSError as error:
         fail(f"cannot write {path}: {error.strerror}")
 

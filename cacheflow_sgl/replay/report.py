@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cacheflow_sgl.files import write_atomically
 from cacheflow_sgl.replay.client import Answer
 from cacheflow_sgl.replay.errors import ReplayError
 from cacheflow_sgl.replay.trace import Request
@@ -163,15 +162,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         target = Path(path)
         data = msgspec.json.format(msgspec.json.encode(self), indent=1)
         try:
-            fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                Path(temporary).chmod(0o644)  # mkstemp makes files that only their owner reads
-                Path(temporary).replace(target)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            write_atomically(target, data)
         except OSError as error:
             raise ReplayError(f"{target}: cannot write the report: {error.strerror}") from None
 
