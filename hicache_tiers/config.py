@@ -27,8 +27,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: int | None = None
     """Largest segment file; by default a sixteenth of the capacity, at most 256 MiB."""
     io_threads: int = 4
-    deadline_s: float = 30.0
-    """Seconds that the I/O of one record may take; a read past it is a miss, a write a False."""
+    deadline_s: float = 5.0
+    """Seconds that one call may take, however many records it asks for: what has not landed by
+    then is a miss, or not stored. A thread that hangs for as long is replaced."""
 
     def __post_init__(self) -> None:
         """`ValueError` for a value that can't work."""

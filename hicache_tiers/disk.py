@@ -35,8 +35,9 @@ class _Opened:
         self.writer = Writer(self.resources)
 
     def close(self) -> None:
-        self.writer.seal()
-        self.resources.close()
+        deadline = self.resources.deadline()
+        self.writer.seal(deadline)
+        self.resources.close(deadline)
 
     def drop_inherited(self) -> bool:
         self.writer.drop_inherited()
@@ -47,9 +48,10 @@ class DiskStore:
     """A directory of KV pages, shared by any number of threads, processes and ranks.
 
     A write becomes visible by one index commit, after its bytes are in the segment file; a read
-    is the right bytes or a miss. Neither raises for I/O trouble. In a forked child the store is
-    open too: the child becomes a user of its own with its first call. After `close` all reads
-    miss and all writes are refused.
+    is the right bytes or a miss. Neither raises for I/O trouble, and neither takes longer than
+    the configured deadline: what has not landed by then is a miss, or not stored. In a forked
+    child the store is open too: the child becomes a user of its own with its first call. After
+    `close` all reads miss and all writes are refused.
     """
 
     def __init__(self, config: StoreConfig, calls: Syscalls, create: bool) -> None:
@@ -152,11 +154,15 @@ class DiskStore:
         return Namespace(self, NamespaceId.of(identity, layout))
 
     def clear(self) -> None:
-        """Drop every record of the directory, all namespaces; `StoreError` if that failed."""
+        """Drop every record of the directory, all namespaces.
+
+        `StoreError` if that failed, or is not done within the deadline; it may then be done later.
+        """
         opened = self._open_now()
-        opened.writer.seal()
-        with maintenance.said_plainly("the store could not be cleared"):
-            opened.resources.space.clear()
+        deadline = opened.resources.deadline()
+        opened.writer.seal(deadline)
+        with maintenance.said_plainly(f"{self.config.directory} could not be cleared"):
+            opened.resources.index_thread.call(opened.resources.space.clear, deadline)
 
     def stats(self) -> TierStats:
         """Counters of this process."""
@@ -185,7 +191,7 @@ class DiskStore:
         `StoreError` where the index can't be changed.
         """
         opened = self._open_now()
-        opened.writer.seal()
+        opened.writer.seal(opened.resources.deadline())
         return maintenance.collect(opened.resources)
 
     def check_integrity(self) -> None:
@@ -237,7 +243,8 @@ class Namespace:
         opened = self._store._now()
         if opened is None:
             return [False] * len(keys)
-        return opened.reader.read(self._id, keys, targets, wanted)
+        deadline = opened.resources.deadline()
+        return opened.reader.read(self._id, keys, targets, wanted, deadline)
 
     def write(self, keys: Sequence[str], sources: Sequence[Parts]) -> list[bool]:
         """Store each page: True where it is published, or was there already.
@@ -248,6 +255,7 @@ class Namespace:
         opened = self._store._now()
         if opened is None:
             return [False] * len(keys)
+        deadline = opened.resources.deadline()
         names = [self._name(key) for key in keys]
         found = opened.reader.look_up(names)
         opened.resources.touch([n for n, entry in zip(names, found, strict=True) if entry])
@@ -256,9 +264,9 @@ class Namespace:
             if entry is None:
                 missing.setdefault(name, number)
         todo = list(missing.values())
-        stored = opened.writer.write(
-            self._id, [key_bytes(keys[number]) for number in todo], [sources[n] for n in todo]
-        )
+        raw_keys = [key_bytes(keys[number]) for number in todo]
+        pages = [sources[number] for number in todo]
+        stored = opened.writer.write(self._id, raw_keys, pages, deadline)
         outcome = dict(zip(missing, stored, strict=True))
         return [outcome.get(name, True) for name in names]
 
@@ -271,17 +279,22 @@ class Namespace:
         found = zip(names, opened.reader.look_up(names), strict=True)
         records = [(name, entry) for name, entry in found if entry is not None]
         if records:
-            opened.resources.change_index(lambda: opened.resources.space.remove(records))
+            resources = opened.resources
+            resources.change_index(lambda: resources.space.remove(records), resources.deadline())
 
     def clear(self) -> None:
-        """Drop every record of this namespace only; `StoreError` if that failed."""
+        """Drop every record of this namespace only.
+
+        `StoreError` if that failed, or is not done within the deadline; it may then be done later.
+        """
         opened = self._store._now()
         if opened is None:
             return
-        with maintenance.said_plainly("the namespace could not be cleared"):
-            with opened.resources.index.reading() as txn:
-                records = list(txn.entries(self._id.digest))
-            opened.resources.space.remove(records)
+        resources = opened.resources
+        with maintenance.said_plainly(f"namespace {self.id} could not be cleared"):
+            resources.index_thread.call(
+                lambda: resources.space.clear_namespace(self._id.digest), resources.deadline()
+            )
 
     def _name(self, key: str) -> bytes:
         return entry_key(self._id.digest, key_bytes(key))

@@ -10,7 +10,7 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -42,6 +42,7 @@ class Index:
         self._changed = threading.Condition()
         self._users = 0
         self._closed = False
+        self._then: Callable[[], None] = lambda: None
         self._stale = False
         self._quiet = False
         self._env, self._tables = self._open()
@@ -108,6 +109,8 @@ class Index:
         finally:
             with self._changed:
                 self._users -= 1
+                if self._closed and not self._users:
+                    self._end()
                 self._changed.notify_all()
 
     def _reopen(self) -> None:
@@ -130,13 +133,22 @@ class Index:
         """Most the index file may grow to."""
         return self._limit_bytes
 
-    def close(self, timeout_s: float) -> None:
-        """Close, unless a transaction still hangs after `timeout_s`: then it is left to the end
-        of the process, since closing under it would crash."""
+    def close(self, timeout_s: float, then: Callable[[], None] = lambda: None) -> None:
+        """Close, then call `then`.
+
+        Closing under a transaction would crash: one that still hangs after `timeout_s` does both
+        when it ends.
+        """
         with self._changed:
             self._closed = True
-            if self._changed.wait_for(lambda: not self._users, timeout_s):
-                self._env.close()
+            self._then = then
+            if not self._users:
+                self._end()
+            self._changed.wait_for(lambda: not self._users, timeout_s)
+
+    def _end(self) -> None:
+        self._env.close()
+        self._then()
 
     def before_fork(self) -> None:
         """Let no transaction be under way during a fork.

@@ -21,16 +21,35 @@ class HungError(Exception):
     """The deadline passed, or every thread hangs already, or the pool is closed."""
 
 
+class Deadline:
+    """The moment by which a call must end, whatever it still waits for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, 0.0 once it has passed."""
+        return max(self._at - time.monotonic(), 0.0)
+
+    def reserving(self, share: float) -> Deadline:
+        """An earlier one, which leaves this share of the seconds for what comes after."""
+        earlier = Deadline(self.seconds * (1 - share))
+        earlier._at = self._at - self.seconds * share
+        return earlier
+
+
 class Job(Generic[T]):
     """A piece of work handed to a pool. All fields belong to the pool's lock."""
 
     def __init__(self, work: Callable[[], T], discard: Callable[[T], None] | None) -> None:
         self.work = work
         self.discard = discard
-        self.thread: threading.Thread | None = None  # this and the deadline are set at its start
-        self.deadline: float | None = None
+        self.thread: threading.Thread | None = None  # this and `hung_at` are set at its start
+        self.hung_at: float | None = None
         self.finished = False
-        self.abandoned = False
+        self.abandoned = False  # its caller has given up
         self.result: T | None = None
         self.error: Exception | None = None
 
@@ -38,15 +57,16 @@ class Job(Generic[T]):
 class IoPool:
     """Daemon threads that do blocking calls for callers who can't wait for ever.
 
-    A job that outlasts its deadline is abandoned: its caller goes on, its thread counts as hung
-    and is replaced, up to as many hung threads as the pool has places. When a hung thread comes
-    back it gives its late result to `discard` and takes work again where a place is free.
+    A caller waits until its own deadline; then what it had queued is withdrawn, and what is under
+    way is abandoned: the late result goes to `discard`. A thread that is at one job for longer
+    than `hung_s` counts as hung and is replaced, up to as many hung threads as the pool has
+    places; once it comes back it takes work again where a place is free.
     """
 
-    def __init__(self, name: str, threads: int, deadline_s: float) -> None:
+    def __init__(self, name: str, threads: int, hung_s: float) -> None:
         self._name = name
         self._places = threads
-        self._deadline_s = deadline_s
+        self._hung_s = hung_s
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # a job ended, or threads were lost
         self._offered = threading.Condition(self._lock)  # a job waits, or the pool closes
@@ -67,35 +87,38 @@ class IoPool:
                 self._offered.notify()
         return job
 
-    def wait(self, job: Job[T]) -> T:
-        """The result of `job`, or its exception; `HungError` once its time is up."""
+    def wait(self, job: Job[T], deadline: Deadline) -> T:
+        """The result of `job`, or its exception; `HungError` where it isn't there in time."""
         with self._lock:
-            while not job.finished or job.abandoned:
-                self._expire()
-                if job.abandoned:
-                    raise HungError(f"{self._name}: no answer within {self._deadline_s:g} s")
-                if job.deadline is None and not self._can_start(job):
+            while not job.finished:
+                if not deadline.left:
+                    self._give_up(job)
+                    raise HungError(f"{self._name}: no answer within {deadline.seconds:g} s")
+                self._note_hung()
+                if job.thread is None and not self._can_start(job):
                     raise HungError(f"{self._name}: all threads hang, or the store is closed")
-                self._changed.wait(self._until_next_deadline())
+                self._changed.wait(min(deadline.left, self._until_next_hung()))
         if job.error is not None:
             raise job.error
         return job.result  # type: ignore[return-value]
 
-    def call(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> T:
+    def call(
+        self, work: Callable[[], T], deadline: Deadline, discard: Callable[[T], None] | None = None
+    ) -> T:
         """Do `work` on a thread of the pool and wait for it."""
-        return self.wait(self.submit(work, discard))
+        return self.wait(self.submit(work, discard), deadline)
 
-    def close(self) -> None:
-        """Finish what is queued, then end all threads that are not hung."""
+    def close(self, deadline: Deadline) -> None:
+        """Finish what is queued, as far as time allows, then end all threads that are free."""
         with self._lock:
             self._closed = True
             self._offered.notify_all()
-            while self._running or (self._queue and self._live):
-                self._expire()
-                self._changed.wait(self._until_next_deadline())
+            while deadline.left and (self._running or (self._queue and self._live)):
+                self._note_hung()
+                self._changed.wait(min(deadline.left, self._until_next_hung()))
             self._queue.clear()
             self._changed.notify_all()
-            ending = self._threads - self._hung
+            ending = self._threads - self._hung - {job.thread for job in self._running}
         for thread in ending:
             thread.join()
 
@@ -103,11 +126,17 @@ class IoPool:
     def _live(self) -> int:
         return len(self._threads) - len(self._hung)
 
-    def _until_next_deadline(self) -> float:
-        """Seconds; what starts after this can't be due before a whole deadline has passed."""
+    def _until_next_hung(self) -> float:
+        """Seconds; what starts after this can't count as hung before `hung_s` has passed."""
         now = time.monotonic()
-        ends = [job.deadline - now for job in self._running if job.deadline is not None]
-        return max(min(ends, default=self._deadline_s), 0.0)
+        ends = [job.hung_at - now for job in self._running if job.hung_at is not None]
+        return max(min(ends, default=self._hung_s), 0.0)
+
+    def _give_up(self, job: Job) -> None:
+        """Withdraw a job that has not started, abandon one that has."""
+        job.abandoned = True
+        if job in self._queue:
+            self._queue.remove(job)
 
     def _can_start(self, job: Job) -> bool:
         """Whether a queued job will find a thread; withdraws it if not."""
@@ -130,12 +159,11 @@ class IoPool:
                 return
             self._threads.add(thread)
 
-    def _expire(self) -> None:
-        """Abandon what is past its deadline, whoever waits for it, if anybody."""
+    def _note_hung(self) -> None:
+        """Replace threads that are too long at one job, whoever waits for it, if anybody."""
         now = time.monotonic()
-        late = [job for job in self._running if job.deadline is not None and job.deadline <= now]
+        late = [job for job in self._running if job.hung_at is not None and job.hung_at <= now]
         for job in late:
-            job.abandoned = True
             self._running.discard(job)
             if job.thread is not None:
                 self._hung.add(job.thread)
@@ -163,22 +191,23 @@ class IoPool:
                 self._threads.discard(threading.current_thread())
                 return None
             job = self._queue.popleft()
-            job.deadline = time.monotonic() + self._deadline_s
+            job.hung_at = time.monotonic() + self._hung_s
             job.thread = threading.current_thread()
             self._running.add(job)
             return job
 
     def _finish(self, job: Job) -> bool:
         """Hand over what a job brought; False when this thread should end."""
+        thread = threading.current_thread()
         with self._lock:
             job.finished = True
             self._running.discard(job)
             stays = True
-            if job.abandoned:
+            if thread in self._hung:
                 stays = self._live < self._places
-                self._hung.discard(threading.current_thread())
+                self._hung.discard(thread)
                 if not stays:
-                    self._threads.discard(threading.current_thread())
+                    self._threads.discard(thread)
             self._changed.notify_all()
         if job.abandoned and job.discard is not None and job.error is None:
             job.discard(job.result)

@@ -12,6 +12,7 @@ import numpy as np
 from hicache_tiers.config import BLOCK
 from hicache_tiers.errors import IntegrityError, StoreError
 from hicache_tiers.index import Index, IndexLimitError
+from hicache_tiers.io_pool import HungError
 from hicache_tiers.rebuild import read_header
 from hicache_tiers.record import DIGEST_BYTES, FORMAT, Header, entry_key, layer_checksums
 from hicache_tiers.resources import Resources
@@ -33,6 +34,10 @@ def said_plainly(what: str) -> Iterator[None]:
     """Turn what the index raises into a `StoreError`."""
     try:
         yield
+    except HungError as error:
+        raise StoreError(
+            f"{what}: {error}; another process or the disk holds the index, try again"
+        ) from error
     except (IndexBrokenError, IndexLimitError, OSError) as error:
         raise StoreError(f"{what}: {error}; close the store and open it again") from error
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hicache_tiers.io_pool import HungError, Job
+from hicache_tiers.io_pool import Deadline, HungError, Job
 from hicache_tiers.layout import Bytes, Parts
 from hicache_tiers.record import FORMAT, NamespaceId, entry_key, key_bytes, layer_checksums
 from hicache_tiers.resources import Resources
@@ -44,6 +44,7 @@ class Reader:
         keys: Sequence[str],
         targets: Sequence[Parts],
         layers: range,
+        deadline: Deadline,
     ) -> list[bool]:
         """See `Namespace.read`; arguments have been checked."""
         raw_keys = [key_bytes(key) for key in keys]
@@ -52,14 +53,16 @@ class Reader:
         results = [False] * len(keys)
         doubtful: list[tuple[bytes, Entry, Exception]] = []
         flying: deque[tuple[int, Entry, Job[Bytes]]] = deque()
+        late = 0
+        size = len(layers) * namespace.layout.layer_bytes
 
         def land() -> None:
+            nonlocal late
             number, entry, job = flying.popleft()
             try:
-                buffer = self._res.pool.wait(job)
-            except HungError as error:
-                self._res.counters.error("timeout")
-                self._res.warner.warn("hung", f"a read is given up: {error}")
+                buffer = self._res.pool.wait(job, deadline)
+            except HungError:
+                late += 1
             except (CorruptError, OSError) as error:
                 doubtful.append((names[number], entry, error))
             else:
@@ -67,19 +70,31 @@ class Reader:
                 self._res.buffers.give(buffer)
                 results[number] = True
 
-        size = len(layers) * namespace.layout.layer_bytes
         for number, entry in enumerate(entries):
             if entry is None:
                 continue
             if len(flying) == self._window:
                 land()
+            if late or not deadline.left:
+                late += 1  # a disk that does not answer is not asked for more
+                continue
             work = self._work(namespace, raw_keys[number], entry, layers)
             flying.append((number, entry, self._res.pool.submit(work, self._res.buffers.give)))
         while flying:
             land()
-        self._judge(doubtful)
+        if late:
+            self._report_late(late, deadline)
+        self._judge(doubtful, deadline)
         self._account(names, results, size)
         return results
+
+    def _report_late(self, records: int, deadline: Deadline) -> None:
+        self._res.counters.error("timeout", records)
+        self._res.warner.warn(
+            "hung",
+            f"{self._res.config.directory}: {records} records were not read within "
+            f"{deadline.seconds:g} s and count as misses: the disk hangs or is too slow",
+        )
 
     def _work(
         self, namespace: NamespaceId, key: bytes, entry: Entry, layers: range
@@ -108,7 +123,9 @@ class Reader:
 
         return work
 
-    def _judge(self, doubtful: Sequence[tuple[bytes, Entry, Exception]]) -> None:
+    def _judge(
+        self, doubtful: Sequence[tuple[bytes, Entry, Exception]], deadline: Deadline
+    ) -> None:
         """Tell records that were evicted under the reader (plain misses) from damaged ones."""
         if not doubtful:
             return
@@ -127,9 +144,9 @@ class Reader:
             path = self._res.files.path(seen.segment)
             self._res.warner.warn("damaged", f"record lost, {path} at {seen.offset}: {error}")
         for segment in lost:
-            self._res.change_index(partial(self._res.space.lose, segment))
+            self._res.change_index(partial(self._res.space.lose, segment), deadline)
         if damaged:
-            self._res.change_index(lambda: self._res.space.remove(damaged))
+            self._res.change_index(lambda: self._res.space.remove(damaged), deadline)
 
     def _account(self, names: Sequence[bytes], results: Sequence[bool], size: int) -> None:
         hits = [name for name, hit in zip(names, results, strict=True) if hit]

@@ -8,7 +8,7 @@ from hicache_tiers.config import StoreConfig
 from hicache_tiers.directory import Directory
 from hicache_tiers.errors import StoreError
 from hicache_tiers.index import Index, IndexLimitError, why_damaged
-from hicache_tiers.io_pool import Buffers, HungError, IoPool
+from hicache_tiers.io_pool import Buffers, Deadline, HungError, IoPool, Job
 from hicache_tiers.rebuild import rebuild
 from hicache_tiers.segments import SegmentFiles
 from hicache_tiers.space import Space
@@ -53,7 +53,8 @@ class Resources:
         # One thread: lmdb has one writer at a time, and a hung commit must not take the readers'.
         self.index_thread = IoPool("store-index", 1, config.deadline_s)
         self.buffers = Buffers(spare=2 * config.io_threads)
-        self.change_index(self.space.tidy)
+        self._flush: Job[None] | None = None
+        self.change_index(self.space.tidy, self.deadline())
 
     def _repair(self) -> None:
         """Make the index usable, being alone in the directory."""
@@ -69,10 +70,14 @@ class Resources:
                 pass  # what is there can't be read: the segments have it all
         rebuild(self.directory.index, limit, self.directory.segments)
 
-    def change_index(self, change: Callable[[], object]) -> bool:
+    def deadline(self) -> Deadline:
+        """The one of a call that begins now."""
+        return Deadline(self.config.deadline_s)
+
+    def change_index(self, change: Callable[[], object], deadline: Deadline) -> bool:
         """Make a change of the index on its thread; False, with a warning, where it failed."""
         try:
-            self.index_thread.call(change)
+            self.index_thread.call(change, deadline)
         except INDEX_TROUBLE as error:
             self.warner.warn("index", f"{self.config.directory}: index not changed: {error}")
             return False
@@ -89,17 +94,18 @@ class Resources:
 
     def touch(self, names: list[bytes]) -> None:
         """Note accesses, and write them to the index now and then."""
-        if self.space.touch(names):
-            self.index_thread.submit(self.space.write_touches)
+        due = self.space.touch(names)
+        if due and (self._flush is None or self._flush.finished):  # one waits at a time
+            self._flush = self.index_thread.submit(self.space.write_touches)
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Write what is noted, end the threads, give everything back."""
-        self.change_index(self.space.write_touches)
-        self.pool.close()
-        self.index_thread.close()
-        self.index.close(self.config.deadline_s)
+        self.change_index(self.space.write_touches, deadline)
+        self.pool.close(deadline)
+        self.index_thread.close(deadline)
         self.files.close()
-        self.directory.leave()
+        # The lock goes last: while a commit hangs, nobody may take the directory for unused.
+        self.index.close(deadline.left, then=self.directory.leave)
 
     def drop_inherited(self) -> bool:
         """In a forked child: close the copies of what is the parent's, and touch nothing else.

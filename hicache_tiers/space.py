@@ -229,6 +229,12 @@ class Space:
                     txn.remove(name, there)
         self.settle()
 
+    def clear_namespace(self, digest: bytes) -> None:
+        """Drop every record of a namespace."""
+        with self._index.reading() as txn:
+            records = list(txn.entries(digest))
+        self.remove(records)
+
     def lose(self, segment: int) -> int:
         """Drop a segment whose file is gone, and its records; how many."""
         self._files.discard(segment)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hicache_tiers.config import round_up
 from hicache_tiers.index import IndexLimitError
-from hicache_tiers.io_pool import HungError, Job
+from hicache_tiers.io_pool import Deadline, HungError, Job
 from hicache_tiers.layout import Parts
 from hicache_tiers.record import (
     FORMAT,
@@ -29,6 +29,7 @@ from hicache_tiers.syscalls import write_fully
 from hicache_tiers.tables import Entry, IndexBrokenError
 
 _WINDOW = 2  # records in flight for each I/O thread: one being written, one being filled
+_COMMIT_SHARE = 0.25  # of a call's time, kept to publish what has been written by then
 
 
 class Slot:
@@ -57,21 +58,25 @@ class Writer:
         self._active: ActiveSegment | None = None
 
     def write(
-        self, namespace: NamespaceId, keys: Sequence[bytes], sources: Sequence[Parts]
+        self,
+        namespace: NamespaceId,
+        keys: Sequence[bytes],
+        sources: Sequence[Parts],
+        deadline: Deadline,
     ) -> list[bool]:
         """Write records that are not there yet, distinct keys; arguments have been checked."""
         slots = [Slot(namespace, key, source) for key, source in zip(keys, sources, strict=True)]
-        if not self._lock.acquire(timeout=self._res.config.deadline_s):
+        if not self._lock.acquire(timeout=deadline.left):
             self._refuse(HungError("another write holds the segment"), slots)
             return [False] * len(slots)
         try:
             waiting = deque(slots)
             while waiting:
-                batch = self._place(waiting)
+                batch = self._place(waiting, deadline)
                 if not batch:
                     self._res.counters.add(declined=len(waiting))
                     break
-                self._write_batch(namespace, batch)
+                self._write_batch(namespace, batch, deadline)
         except INDEX_TROUBLE as error:
             self._refuse(error, slots)
         finally:
@@ -81,14 +86,15 @@ class Writer:
         self._res.counters.add(written_records=stored, written_bytes=stored * size)
         return [slot.stored for slot in slots]
 
-    def _place(self, waiting: deque[Slot]) -> list[Slot]:
+    def _place(self, waiting: deque[Slot], deadline: Deadline) -> list[Slot]:
         """Give the next slots places in the active segment, or in a new one; none if no room."""
         need = waiting[0].extent_bytes
         if self._active is not None and (self._active.room < need or self._active.unlinked):
-            self._retire(self._active)
+            self._retire(self._active, deadline)
         if self._active is None:
             self._active = self._res.index_thread.call(
                 lambda: self._res.space.open_segment(need),
+                deadline,
                 discard=lambda late: late.release() if late is not None else None,
             )
         if self._active is None:
@@ -101,11 +107,11 @@ class Writer:
             batch.append(slot)
         return batch
 
-    def _write_batch(self, namespace: NamespaceId, batch: list[Slot]) -> None:
+    def _write_batch(self, namespace: NamespaceId, batch: list[Slot], deadline: Deadline) -> None:
         """Write a run of slots and publish what arrived; the rest is cut off again."""
         active = self._active
         assert active is not None
-        hung = self._fill(namespace, active, batch)
+        in_time = self._fill(namespace, active, batch, deadline.reserving(_COMMIT_SHARE))
         arrived = [slot for slot in batch if slot.checksums is not None]
         end = arrived[-1].offset + arrived[-1].extent_bytes if arrived else batch[0].offset
         failed = [slot for slot in batch if slot.checksums is None and slot.offset < end]
@@ -118,7 +124,7 @@ class Writer:
             ]
             try:
                 published = self._res.index_thread.call(
-                    lambda: self._res.space.publish(active, namespace, records, gaps)
+                    lambda: self._res.space.publish(active, namespace, records, gaps), deadline
                 )
             except HungError:
                 self._active = None  # it may still be published: never write there again
@@ -133,32 +139,40 @@ class Writer:
                 raise OSError(f"segment {active.id} was removed while it was written")
             for slot in arrived:
                 slot.stored = True
-        if hung:
-            self._retire(active)
-            raise HungError("the disk is not asked again in this call")
-        if len(arrived) < len(batch):
+        if any(slot.abandoned for slot in batch):
+            self._retire(active, deadline)
+        elif len(arrived) < len(batch):
             self._cut(active, end)
+        if not in_time:
+            raise HungError(
+                f"the disk did not take all records within {deadline.seconds:g} s: it hangs or is "
+                "too slow"
+            )
 
-    def _fill(self, namespace: NamespaceId, active: ActiveSegment, batch: list[Slot]) -> bool:
-        """Have the I/O threads write all slots; True where one of them hangs."""
+    def _fill(
+        self, namespace: NamespaceId, active: ActiveSegment, batch: list[Slot], until: Deadline
+    ) -> bool:
+        """Have the I/O threads write the slots; False where time ran out, or a thread hangs."""
         flying: deque[tuple[Slot, Job[bytes]]] = deque()
-        hung = False
+        in_time = True
 
-        def land() -> bool:
+        def land() -> None:
+            nonlocal in_time
             slot, job = flying.popleft()
             try:
-                slot.checksums = self._res.pool.wait(job)
-            except HungError as error:
+                slot.checksums = self._res.pool.wait(job, until)
+            except HungError:
                 slot.abandoned = True
-                self._refuse(error, [slot])
-                return True
+                in_time = False
             except OSError as error:
                 self._refuse(error, [slot])
-            return False
 
         for slot in batch:
             if len(flying) == self._window:
-                hung |= land()
+                land()
+            in_time = in_time and until.left > 0
+            if not in_time:
+                break
             try:
                 work = self._work(namespace, active, slot)
             except OSError as error:  # no memory for another buffer
@@ -166,8 +180,8 @@ class Writer:
                 continue
             flying.append((slot, self._res.pool.submit(work)))
         while flying:
-            hung |= land()
-        return hung
+            land()
+        return in_time
 
     def _work(
         self, namespace: NamespaceId, active: ActiveSegment, slot: Slot
@@ -203,11 +217,13 @@ class Writer:
         with contextlib.suppress(OSError):
             self._res.calls.ftruncate(active.fd, end)
 
-    def _retire(self, active: ActiveSegment) -> None:
+    def _retire(self, active: ActiveSegment, deadline: Deadline) -> None:
         """Seal the segment; where that fails it is left to whoever sweeps next."""
         self._active = None
         try:
-            self._res.index_thread.call(lambda: self._res.space.seal(active.id, active.fd))
+            self._res.index_thread.call(
+                lambda: self._res.space.seal(active.id, active.fd), deadline
+            )
         except INDEX_TROUBLE as error:
             self._res.warner.warn("seal", f"segment {active.id} is not sealed yet: {error}")
         finally:
@@ -227,18 +243,20 @@ class Writer:
             )
         elif isinstance(error, HungError):
             self._res.counters.error("timeout", len(refused))
-            self._res.warner.warn("hung", f"a write is given up: {error}")
+            self._res.warner.warn(
+                "hung", f"{self._res.config.directory}: {len(refused)} records not stored: {error}"
+            )
         else:
             self._res.counters.error("write", len(refused))
             self._res.warner.warn("write", f"{self._res.config.directory}: not stored: {error}")
 
-    def seal(self) -> None:
+    def seal(self, deadline: Deadline) -> None:
         """Seal the active segment, if there is one: before a clear, a collection, the close."""
-        if not self._lock.acquire(timeout=self._res.config.deadline_s):
+        if not self._lock.acquire(timeout=deadline.left):
             return  # the hung writer keeps its segment; the next process to look will sweep it
         try:
             if self._active is not None:
-                self._retire(self._active)
+                self._retire(self._active, deadline)
         finally:
             self._lock.release()
 

@@ -6,8 +6,6 @@ import errno
 import logging
 import os
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from tests.tiers.pages import (
     LAYOUT,
     RECORD,
     Faults,
-    blank,
     disk_bytes,
     failing,
     keys_of,
@@ -29,9 +26,6 @@ from tests.tiers.pages import (
 )
 
 Open = Callable[..., DiskStore]
-
-DEADLINE_S = 1.5
-"""Long enough for a real commit on a busy machine, short enough to wait for."""
 
 
 @pytest.fixture
@@ -190,113 +184,6 @@ def test_a_full_index_declines_and_says_so_once(
     assert sum("size limit" in record.message for record in caplog.records) == 1
     assert all(read(namespace, stored))
     keeper.close()
-
-
-class Hang:
-    """A hook that waits for `release` on the first `times` calls."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-        self.lock = threading.Lock()
-        self.released = threading.Event()
-        self.hanging = 0
-
-    def __call__(self, *_: object) -> None:
-        with self.lock:
-            if not self.left:
-                return
-            self.left -= 1
-            self.hanging += 1
-        self.released.wait(60)
-        with self.lock:
-            self.hanging -= 1
-
-
-def test_a_hung_read_is_a_miss_and_writes_into_no_target(open_store: Open) -> None:
-    calls = Faults()
-    store = open_store(calls, deadline_s=DEADLINE_S, io_threads=2)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(6)
-    assert all(write(namespace, keys))
-    hang = calls.hooks["pread"] = Hang(1)
-    targets = [blank() for _ in keys]
-    hits = namespace.read(keys, targets)
-    assert sum(hits) == 5 and store.stats().errors.timeout == 1
-    assert all(namespace.contains(keys)), "slow is not damaged"
-    late = targets[hits.index(False)]
-    assert all((part == 0xAA).all() for part in late)
-    hang.released.set()
-    assert all(read(namespace, keys))
-    assert all((part == 0xAA).all() for part in late)
-
-
-def test_when_all_threads_hang_reads_miss_at_once_until_one_returns(open_store: Open) -> None:
-    calls = Faults()
-    store = open_store(calls, deadline_s=DEADLINE_S, io_threads=2)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(20)
-    assert all(write(namespace, keys))
-    hang = calls.hooks["pread"] = Hang(1000)
-    assert not any(read(namespace, keys))
-    asked = hang.hanging
-    assert asked == 4, "two threads, each replaced once"
-    assert not any(read(namespace, keys))
-    assert hang.hanging == asked, "a disk that hangs is not asked again"
-    assert namespace.contains(keys) == [True] * 20
-    hang.released.set()
-    for _ in range(100):
-        if all(read(namespace, keys)):
-            break
-    assert all(read(namespace, keys))
-
-
-def test_a_hung_write_is_refused_and_its_segment_left(open_store: Open, directory: Path) -> None:
-    calls = Faults()
-    store = open_store(calls, deadline_s=DEADLINE_S, io_threads=2)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(4)
-    hang = calls.hooks["pwrite"] = Hang(1)
-    first = write(namespace, keys)
-    assert sum(first) == 3 and store.stats().errors.timeout == 1
-    assert read(namespace, keys) == first
-    store.check_integrity()
-    assert all(write(namespace, keys)) and all(read(namespace, keys))
-    assert store.usage().segments == 2
-    store.close()
-    hang.released.set()
-    for _ in range(500):  # the late write lands first, then it is taken back
-        time.sleep(0.02)
-        if not hang.hanging and disk_bytes(directory) == 4 * RECORD:
-            break
-    assert disk_bytes(directory) == 4 * RECORD
-    assert all(read(open_store().namespace(IDENTITY, LAYOUT), keys))
-
-
-def test_a_hung_index_refuses_writes_while_reads_go_on(open_store: Open) -> None:
-    store = open_store(deadline_s=DEADLINE_S)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(4)
-    assert all(write(namespace, keys[:2]))
-    opened = store._now()
-    assert opened is not None
-    held, release = threading.Event(), threading.Event()
-
-    def hold_the_writer() -> None:
-        with opened.resources.index.writing():
-            held.set()
-            release.wait(60)
-
-    holder = threading.Thread(target=hold_the_writer)
-    holder.start()
-    assert held.wait(20)
-    assert write(namespace, keys) == [True, True, False, False]
-    assert all(read(namespace, keys[:2]))
-    assert write(namespace, keys) == [True, True, False, False]
-    release.set()
-    holder.join()
-    store.close()  # waits for the late commits
-    namespace = open_store().namespace(IDENTITY, LAYOUT)
-    assert all(write(namespace, keys)) and all(read(namespace, keys))
 
 
 def test_sources_may_change_after_a_write_returns(open_store: Open) -> None:
