@@ -123,8 +123,9 @@ class ServerProcess:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
             pass  # the group is killed below
-        _kill_group(process.pid)
-        process.wait()
+        finally:  # also where Ctrl-C ends the wait
+            _kill_group(process.pid)
+            process.wait()
         _wait_until(lambda: not _is_listening(self.port), 10)
 
     def kill(self) -> None:
