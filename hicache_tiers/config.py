@@ -22,7 +22,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     capacity_bytes: int
     """Cap on the segment files of the directory, over all processes and ranks that share it.
 
-    Processes may give different caps; each keeps the directory below its own.
+    Processes may give different caps; each keeps the directory below its own as it writes.
     """
     segment_bytes: int | None = None
     """Largest segment file; by default a sixteenth of the capacity, at most 256 MiB."""

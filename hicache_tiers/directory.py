@@ -10,9 +10,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -60,6 +63,29 @@ class Directory:
         """
         if not self._create and not (self.root / "FORMAT").is_file():
             raise StoreError(f"{self.root} holds no store; check the path")
+        with self._claiming() as alone:
+            if alone and self._create:
+                self._write_format()
+            self.format()
+        return alone
+
+    def check(self) -> None:
+        """`StoreError` for what `enter` would refuse; the content of a store is left as it is."""
+        with self._claiming() as alone:
+            if (self.root / "FORMAT").exists() and not alone:
+                self.check_index()
+            for path in (self.root, self.index, self.segments):
+                _check_access(path, os.R_OK | os.W_OK | os.X_OK)
+            for path in self.index.glob("*.mdb"):
+                _check_access(path, os.R_OK | os.W_OK)
+        self.leave()
+
+    @contextlib.contextmanager
+    def _claiming(self) -> Iterator[bool]:
+        """Make the directories, take the lock, refuse another format; whether we are alone.
+
+        The lock stays unless something is wrong, here or inside: then it is a `StoreError`.
+        """
         try:
             _make_directory(self.root)
             self._fd = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -68,9 +94,7 @@ class Directory:
                 self.format()
             for path in (self.index, self.segments):
                 _make_directory(path)
-            if alone and self._create:
-                self._write_format()
-            self.format()
+            yield alone
         except OSError as error:
             self.leave()
             raise StoreError(
@@ -80,7 +104,6 @@ class Directory:
         except BaseException:
             self.leave()
             raise
-        return alone
 
     def share(self) -> None:
         """Turn the exclusive lock into a shared one."""
@@ -148,6 +171,11 @@ class Directory:
             time.sleep(0.02)
 
 
+def _check_access(path: Path, wanted: int) -> None:
+    if not os.access(path, wanted):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 def _make_directory(path: Path) -> None:
     """Make a directory and its parents, closed to others whatever the umask is."""
     if path.is_dir():
@@ -158,4 +186,6 @@ def _make_directory(path: Path) -> None:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not path.is_dir():
-            raise NotADirectoryError(20, "it is a file, not a directory", str(path)) from None
+            raise NotADirectoryError(
+                errno.ENOTDIR, "it is a file, not a directory", str(path)
+            ) from None

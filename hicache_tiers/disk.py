@@ -10,6 +10,7 @@ from typing import Self
 
 from hicache_tiers import maintenance
 from hicache_tiers.config import NO_CAP, StoreConfig
+from hicache_tiers.directory import Directory
 from hicache_tiers.errors import StoreError
 from hicache_tiers.index import Index
 from hicache_tiers.layout import Parts, RecordLayout
@@ -68,6 +69,7 @@ class DiskStore:
     def open(cls, config: StoreConfig, calls: Syscalls | None = None) -> Self:
         """Open the directory, made if it is missing.
 
+        Nothing is evicted by that: a cap below what is there holds from the first write on.
         One store per directory and process, reference-counted: a second open returns the same
         one, each open needs its `close`. `StoreError` where the directory can't be used, or is
         open in this process with other settings. `calls` is for tests that inject faults.
@@ -75,8 +77,18 @@ class DiskStore:
         return cls._open(config, calls or Syscalls(), create=True)
 
     @classmethod
+    def check(cls, config: StoreConfig) -> None:
+        """`StoreError` where `open` would refuse the directory, which is made if it is missing.
+
+        That is: a file in its place, no permission, another format, an unreadable one. What is
+        stored stays as it is: nothing is evicted, swept or repaired, no limit is changed. Damage
+        of the index is no reason: `open` rebuilds it.
+        """
+        Directory(config, create=True).check()
+
+    @classmethod
     def open_existing(cls, directory: Path) -> Self:
-        """Open a store to look after it, whatever cap its users gave it: nothing is evicted.
+        """Open a store to look after it, without a cap.
 
         `StoreError` where there is none.
         """
@@ -185,14 +197,15 @@ class DiskStore:
         """
         return maintenance.verify(self._open_now().resources, progress)
 
-    def gc(self) -> GcReport:
-        """Sweep dead owners' leftovers, drop what is unreachable, apply the cap.
+    def gc(self, capacity_bytes: int | None = None) -> GcReport:
+        """Sweep dead owners' leftovers, drop what is unreachable, apply a cap.
 
-        `StoreError` where the index can't be changed.
+        The cap is this store's unless `capacity_bytes` gives another one for this once. Waits for
+        other processes without a limit: for tools. `StoreError` where the index can't be changed.
         """
         opened = self._open_now()
         opened.writer.seal(opened.resources.deadline())
-        return maintenance.collect(opened.resources)
+        return maintenance.collect(opened.resources, capacity_bytes or self.config.capacity_bytes)
 
     def check_integrity(self) -> None:
         """`IntegrityError` where index and segments contradict each other; for quiet moments."""
@@ -218,11 +231,15 @@ class Namespace:
         return self._id.digest.hex()
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key has a record now. One index look-up a key, no disk access."""
+        """Whether each key has a record now. One index look-up a key, no disk access.
+
+        Absent ones count as misses: who asks here does not go on to read them.
+        """
         opened = self._store._now()
         if opened is None:
             return [False] * len(keys)
         found = opened.reader.look_up([self._name(key) for key in keys])
+        opened.resources.counters.add(misses=found.count(None))
         return [entry is not None for entry in found]
 
     def read(

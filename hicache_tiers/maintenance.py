@@ -140,7 +140,7 @@ def _examine(entry: Entry, name: bytes, resources: Resources) -> tuple[str, Head
     return ("" if header.checksums == entry.checksums else "header and index disagree"), header
 
 
-def collect(resources: Resources) -> GcReport:
+def collect(resources: Resources, capacity_bytes: int) -> GcReport:
     """See `DiskStore.gc`."""
     index, space, counters = resources.index, resources.space, resources.counters
     with said_plainly("the index can't be changed"):
@@ -150,7 +150,7 @@ def collect(resources: Resources) -> GcReport:
         sealed = space.sweep()
         lost = _drop_unreachable(resources)
         space.settle(again=True)
-        space.make_room(0)
+        space.make_room(0, capacity_bytes)
         stray = _remove_strays(index, resources.files)
         _drop_empty_namespaces(index)
         with index.reading() as txn:

@@ -212,13 +212,16 @@ class Space:
     # Freeing
 
     def tidy(self) -> None:
-        """What every open does: seal dead owners' segments, free what is pending, apply the cap."""
+        """What every open does: seal dead owners' segments, free what is pending.
+
+        The cap waits for the first write: opening a store, for a look or with a smaller cap by
+        mistake, costs nobody a record.
+        """
         self.sweep()
         with self._index.writing() as txn, contextlib.suppress(OSError):
             # Under the lock nobody is creating it: a process died before it could enter the id.
             self._files.remove(txn.next_segment())
         self.settle()
-        self.make_room(0)
 
     def remove(self, records: Iterable[tuple[bytes, Entry]]) -> None:
         """Drop these records, unless they have been replaced since, and free their blocks."""
@@ -250,28 +253,29 @@ class Space:
         self._stuck.clear()
         self.settle()
 
-    def make_room(self, need: int) -> bool:
+    def make_room(self, need: int, capacity: int | None = None) -> bool:
         """Free blocks until `need` bytes fit below the cap; False where nothing is left to free.
 
+        `capacity` stands in for the configured cap.
         Dead owners' segments and pending extents come first, then the least recently used.
         """
-        if self._fits(need):
+        capacity = capacity or self._config.capacity_bytes
+        if self._fits(need, capacity):
             return True
         self.sweep()
         self.settle()
-        while not self._fits(need):
-            if not self._evict(need):
+        while not self._fits(need, capacity):
+            if not self._evict(need, capacity):
                 return False
             self.settle()
         return True
 
-    def _fits(self, need: int) -> bool:
+    def _fits(self, need: int, capacity: int) -> bool:
         with self._index.reading() as txn:
-            return txn.used() + need <= self._config.capacity_bytes
+            return txn.used() + need <= capacity
 
-    def _evict(self, need: int) -> int:
+    def _evict(self, need: int, capacity: int) -> int:
         """Drop the coldest records of sealed segments to fit `need` bytes; how many."""
-        capacity = self._config.capacity_bytes
         with self._index.writing() as txn:
             self._flush(txn)
             if need > capacity - self._immovable(txn):

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cacheflow_sgl.engine.options import OptionsError, capacity_bytes, default_directory
-from hicache_tiers import DiskStore, StoreConfig, StoreError
+from hicache_tiers import DiskStore, StoreError
 
 from .output import JsonOption, console, error_console, fail, write_json
 
@@ -99,8 +99,9 @@ def gc(
 
     Example: cacheflow store gc /data/kv --capacity 200GB
     """
-    with _opened(directory, capacity) as store:
-        report = store.gc()
+    with _opened(directory) as store:
+        limit = None if capacity is None else capacity_bytes(capacity, store.config.directory)
+        report = store.gc(limit)
     console.print(
         f"sealed {report.sealed_segments} segments, removed {report.stray_files} stray files, "
         f"{report.lost_records} lost and {report.evicted_records} least recently used pages; "
@@ -111,19 +112,14 @@ def gc(
 
 
 @contextmanager
-def _opened(directory: Path, capacity: str | None = None) -> Iterator[DiskStore]:
-    directory = directory.expanduser()
+def _opened(directory: Path) -> Iterator[DiskStore]:
     try:
-        store = DiskStore.open_existing(directory)
-        if capacity is not None:
-            store.close()
-            limit = capacity_bytes(capacity, directory)
-            store = DiskStore.open(StoreConfig(directory=directory, capacity_bytes=limit))
-    except (StoreError, OptionsError) as error:
+        store = DiskStore.open_existing(directory.expanduser())
+    except StoreError as error:
         fail(str(error))
     try:
         yield store
-    except StoreError as error:
+    except (StoreError, OptionsError) as error:
         fail(str(error))
     finally:
         store.close()

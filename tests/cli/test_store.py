@@ -54,6 +54,10 @@ def test_verify_finds_a_flipped_byte_in_any_layer(directory, tmp_path, layer):
 
 def test_gc_applies_a_capacity(directory, tmp_path):
     assert run(app, ["store", "gc", str(directory)]).exit_code == 0
+    store = DiskStore.open_existing(directory)
+    used = store.usage().used_bytes
+    assert store.usage().records == 5, "without a capacity nothing is evicted"
+    store.close()
     arguments = ["--capacity", "70000", "--json", str(tmp_path / "out.json")]
     result = run(app, ["store", "gc", str(directory), *arguments])
     assert result.exit_code == 0, result.output
@@ -63,6 +67,8 @@ def test_gc_applies_a_capacity(directory, tmp_path):
     store.close()
     assert 0 < usage.records < 5
     assert usage.used_bytes <= 70000
+    assert report(tmp_path)["evicted_records"] == 5 - usage.records
+    assert report(tmp_path)["freed_bytes"] == used - usage.used_bytes
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])

@@ -112,15 +112,21 @@ def test_the_cap_holds_on_disk_with_three_writers(directory: Path) -> None:
     store.close()
 
 
-def test_a_smaller_cap_is_applied_at_open(open_store: Open, directory: Path) -> None:
+def test_a_smaller_cap_is_applied_by_the_first_write(open_store: Open, directory: Path) -> None:
     store = open_store()
     keys = keys_of(64)
     for key in keys:
         write(store.namespace(IDENTITY, LAYOUT), [key])
     store.close()
     small = open_store(capacity_bytes=16 * RECORD)
+    namespace = small.namespace(IDENTITY, LAYOUT)
+    backwards = keys[::-1]  # of one call the later records count as used earlier
+    assert all(read(namespace, backwards)), "opening evicts nothing"
+    assert all(write(namespace, backwards))
+    assert all(namespace.contains(keys)), "nor does a write of what is there"
+    assert all(write(namespace, keys_of(1, 900)))
     assert disk_bytes(directory) <= small.usage().used_bytes <= 16 * RECORD
-    kept = small.namespace(IDENTITY, LAYOUT).contains(keys)
+    kept = namespace.contains(keys)
     assert kept == [False] * (64 - sum(kept)) + [True] * sum(kept), "the oldest go first"
     assert sum(kept) > 10
 

@@ -397,3 +397,20 @@ def test_an_unreadable_row_is_a_miss_and_the_next_open_rebuilds(
     store.close()
     store = open_store()
     assert all(read(store.namespace(IDENTITY, LAYOUT), keys))
+
+
+def test_a_collection_applies_the_cap_it_is_given(open_store: Open) -> None:
+    store = open_store(segment_bytes=8 * RECORD)
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    keys = keys_of(40)
+    for key in keys:
+        write(namespace, [key])
+    assert store.gc().evicted_records == 0
+    used = store.usage().used_bytes
+    report = store.gc(16 * RECORD)
+    usage = store.usage()
+    assert usage.used_bytes <= 16 * RECORD
+    assert report.evicted_records == 40 - usage.records > 20
+    assert report.freed_bytes == used - usage.used_bytes
+    assert namespace.contains(keys) == [False] * (40 - usage.records) + [True] * usage.records
+    assert all(write(namespace, keys)) and store.stats().evicted == report.evicted_records
