@@ -2,6 +2,13 @@
 
 All tables change in one transaction, so that a killed process leaves either all of a publication
 or nothing.
+
+lmdb reads its file through a memory map, and that sets two limits. A look-up that must fetch a
+page of the index from a disk that hangs waits for the disk: look-ups have no deadline, unlike
+changes, which run on a thread that callers can give up. And where the disk fails to deliver the
+page, or somebody cuts the file under a running process, the process is killed (SIGBUS); damage
+that is there before an open is found by `why_damaged`. The index is about a hundredth of the
+pages and its inner pages are always in use, so the page cache holds it, as a rule.
 """
 
 from __future__ import annotations

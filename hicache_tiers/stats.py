@@ -26,7 +26,8 @@ class TierStats(msgspec.Struct):
     hits: int = 0
     """Records read back whole and verified."""
     misses: int = 0
-    """Records asked for and not delivered, for whatever reason."""
+    """Records asked for and not there: absent when looked for (`Namespace.contains`), or not
+    delivered by a read, for whatever reason."""
     read_bytes: int = 0
     """Payload bytes delivered by hits."""
     written_records: int = 0

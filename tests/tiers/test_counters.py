@@ -37,8 +37,10 @@ def test_b22_counters_say_what_happened_and_only_grow(
     write(namespace, keys)
     assert grown() == {"written_records": 4, "written_bytes": 4 * 4096}
     write(namespace, keys)
-    namespace.contains(keys_of(10))
+    namespace.contains(keys)
     assert grown() == {}
+    namespace.contains(keys_of(10))
+    assert grown() == {"misses": 6}
     read(namespace, keys_of(6))
     assert grown() == {"hits": 4, "misses": 2, "read_bytes": 4 * 4096}
     namespace.read(keys[:1], [blank(layers=1)], range(3, 4))
