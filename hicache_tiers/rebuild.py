@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,19 +22,22 @@ def rebuild(index_directory: Path, limit_bytes: int, segments: Path) -> None:
     """Replace the index. Payloads are not read: a record that is damaged shows when it is read.
 
     Records that were dropped but whose bytes are still there come back; what lies between records
-    is noted for freeing. An unreadable segment file is noted for removal.
+    is noted for freeing. An unreadable segment file is noted for removal. Where the index has no
+    room for all, the newest segments stay and the files of the others are removed.
     """
     index = new_index(index_directory, limit_bytes)
+    files = sorted(segment_files(segments), reverse=True)  # ids grow with time
     records = 0
     try:
-        next_segment = 0
-        for segment, path in segment_files(segments):
-            next_segment = max(next_segment, segment + 1)
-            with index.writing() as txn:
-                records += _add_segment(txn, segment, path)
-                txn.set_next_segment(next_segment)
-    except IndexLimitError:
-        logger.warning("%s: the index is full, older records are left out", index_directory)
+        with index.writing() as txn:
+            txn.set_next_segment(files[0][0] + 1 if files else 0)
+        for number, (segment, path) in enumerate(files):
+            try:
+                with index.writing() as txn:
+                    records += _add_segment(txn, segment, path)
+            except IndexLimitError:
+                _remove(index_directory, [path for _, path in files[number:]])
+                break
     finally:
         index.close(timeout_s=0.0)
     mark_whole(index_directory)
@@ -42,12 +45,23 @@ def rebuild(index_directory: Path, limit_bytes: int, segments: Path) -> None:
         logger.warning("%s: rebuilt from the segments, %d records", index_directory, records)
 
 
+def _remove(index_directory: Path, paths: list[Path]) -> None:
+    """Remove segments that the index has no room for; what can't be removed is for `gc`."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    logger.warning(
+        "%s: the index has reached its size limit: the records of the %d oldest segments are "
+        "dropped; use a larger capacity or larger pages",
+        index_directory,
+        len(paths),
+    )
+
+
 def _add_segment(txn: Txn, segment: int, path: Path) -> int:
     """Enter one segment file as sealed; the number of its records."""
     info = path.stat()
-    if not stat.S_ISREG(info.st_mode):
-        return 0
-    stamp = info.st_mtime_ns // 1000
+    stamp = max(info.st_mtime_ns // 1000, 0)
     txn.put_segment(segment, Segment(active=False, size=info.st_size))
     count = end = 0
     try:

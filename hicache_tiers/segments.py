@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hicache_tiers.syscalls import Syscalls
 
 _PER_DIRECTORY_BITS = 10
 _KEPT_OPEN = 64
+_LAST_SEGMENT = (1 << 63) - 1
 
 
 def segment_path(root: Path, segment: int) -> Path:
@@ -23,11 +25,12 @@ def segment_path(root: Path, segment: int) -> Path:
 
 
 def segment_files(root: Path) -> Iterator[tuple[int, Path]]:
-    """All segment files and their ids, by a listing; files of other names are left alone."""
+    """All segment files and their ids, by a listing; what else lies there is left alone."""
     for path in sorted(root.glob("*/*.seg")):
         with contextlib.suppress(ValueError):
             segment = int(path.stem, 16)
-            if segment_path(root, segment) == path:
+            ours = segment <= _LAST_SEGMENT and segment_path(root, segment) == path
+            if ours and path.is_file() and not path.is_symlink():
                 yield segment, path
 
 
@@ -88,15 +91,19 @@ class SegmentFiles:
         return segment_files(self._root)
 
     def create(self, segment: int, size: int) -> ActiveSegment | None:
-        """A new, empty, owned segment; None if the id is in use. `OSError` if it can't be made.
+        """A new, empty, owned segment; None if the name is taken. `OSError` if it can't be made.
 
         A file of that id without an owner is what a killed process left before it could publish
         the id; it is taken over. So ids must be handed out under the index's write lock.
         """
-        active = ActiveSegment(segment, self._open_new(self.path(segment)), size)
-        if not try_lock(active.fd):
+        try:
+            active = ActiveSegment(segment, self._open_new(self.path(segment)), size)
+        except IsADirectoryError:
             return None
-        if os.fstat(active.fd).st_size:
+        info = os.fstat(active.fd)
+        if not stat.S_ISREG(info.st_mode) or not try_lock(active.fd):
+            return None
+        if info.st_size:
             self._calls.ftruncate(active.fd, 0)
         return active
 

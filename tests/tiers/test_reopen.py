@@ -414,3 +414,58 @@ def test_a_collection_applies_the_cap_it_is_given(open_store: Open) -> None:
     assert report.freed_bytes == used - usage.used_bytes
     assert namespace.contains(keys) == [False] * (40 - usage.records) + [True] * usage.records
     assert all(write(namespace, keys)) and store.stats().evicted == report.evicted_records
+
+
+def test_a_rebuild_beyond_the_index_limit_keeps_the_newest(
+    open_store: Open, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RecordLayout(200, (1,))  # large rows
+    store = open_store(segment_bytes=5 * RECORD)
+    keys = keys_of(150)
+    assert all(write(store.namespace(IDENTITY, layout), keys))
+    used = store.usage().used_bytes
+    store.close()
+    last = segments_of(directory)[-1]
+    path = directory / "FORMAT"
+    path.write_text(path.read_text().replace(str(64 << 20), str(256 << 10)))
+    shutil.rmtree(directory / "index")
+    keeper = DiskStore.open_existing(directory)
+    said = [record.message for record in caplog.records if "size limit" in record.message]
+    kept = read(keeper.namespace(IDENTITY, layout), keys)
+    assert kept == [False] * (150 - sum(kept)) + [True] * sum(kept)
+    assert 10 < sum(kept) < 150
+    assert len(said) == 1 and f"the {30 - len(segments_of(directory))} oldest segments" in said[0]
+    assert disk_bytes(directory) <= keeper.usage().used_bytes < used
+    keeper.check_integrity()
+    opened = keeper._now()
+    assert opened is not None
+    with opened.resources.index.reading() as txn:
+        assert txn.next_segment() == int(last.stem, 16) + 1
+    keeper.close()
+
+
+def test_strange_things_among_the_segments(open_store: Open, directory: Path) -> None:
+    """They are left alone, and stop neither a rebuild nor a write."""
+    store = open_store(segment_bytes=2 * RECORD)
+    keys = keys_of(4)
+    write(store.namespace(IDENTITY, LAYOUT), keys)
+    store.close()
+    segments = directory / "segments"
+    os.utime(segments_of(directory)[0], (-1000, -1000))
+    strange = [segment_path(segments, number) for number in (2, 3, 9, 1 << 64)]
+    strange[3].parent.mkdir()
+    strange[0].mkdir()
+    os.mkfifo(strange[1], mode=0o600)
+    strange[2].symlink_to("nowhere")
+    strange[3].write_bytes(b"x")
+    for name in ("kept", "rebuilt"):
+        if name == "rebuilt":
+            shutil.rmtree(directory / "index")
+        store = open_store(segment_bytes=2 * RECORD)
+        namespace = store.namespace(IDENTITY, LAYOUT)
+        assert all(read(namespace, keys))
+        assert all(write(namespace, keys_of(4, 100 if name == "kept" else 200)))
+        store.check_integrity()
+        assert store.gc().stray_files == 0
+        store.close()
+    assert all(os.path.lexists(path) for path in strange)
