@@ -135,7 +135,7 @@ class Space:
         records: Sequence[tuple[bytes, Entry]],
         gaps: Iterable[tuple[int, int]],
     ) -> bool:
-        """Make records visible, by one commit; False where the segment's file has been removed.
+        """Make records visible, by one commit; False where the segment is gone, or sealed.
 
         `gaps` are (offset, length) of extents in between that hold nothing. A record that another
         writer published meanwhile is a gap too.
@@ -144,8 +144,9 @@ class Space:
             self.lose(active.id)
             return False
         with self._index.writing() as txn:
-            if txn.segment(active.id) is None:
-                return False
+            state = txn.segment(active.id)
+            if state is None or not state.active:
+                return False  # this comes late: it was given up and sealed by somebody else
             for offset, length in gaps:
                 txn.add_pending(active.id, offset, length)
             for name, entry in records:
@@ -169,13 +170,12 @@ class Space:
         if os.fstat(fd).st_nlink == 0:
             self.lose(segment)
             return
-        with self._index.reading() as txn:
-            end = txn.published_end(segment)
-        self._calls.ftruncate(fd, end)
         with self._index.writing() as txn:
             state = txn.segment(segment)
             if state is None or not state.active:
                 return
+            end = txn.published_end(segment)
+            self._calls.ftruncate(fd, end)  # under the lock: nothing more is published beyond it
             state = msgspec.structs.replace(state, active=False, size=end)
             txn.put_segment(segment, state)
             if state.empty and not state.pending_bytes:

@@ -220,9 +220,14 @@ class Txn:
         self.put_segment(segment, msgspec.structs.replace(state, pending_bytes=pending))
 
     def settle(self, segment: int, offset: int, length: int) -> None:
-        """Credit a pending extent whose blocks are back, unless another process did."""
-        if not self._delete("pending", _PLACE.pack(segment, offset)):
+        """Credit a pending extent whose blocks are back, unless another process did.
+
+        An extent of another length is not the one that was freed: `clear` came in between.
+        """
+        key = _PLACE.pack(segment, offset)
+        if self._txn.get(key, db=self._tables["pending"]) != _U64.pack(length):
             return
+        self._delete("pending", key)
         state = self._known(segment)
         pending = state.pending_bytes - length
         self.put_segment(segment, msgspec.structs.replace(state, pending_bytes=pending))

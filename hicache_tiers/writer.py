@@ -136,7 +136,7 @@ class Writer:
             if not published:
                 self._active = None
                 active.release()
-                raise OSError(f"segment {active.id} was removed while it was written")
+                raise OSError(f"segment {active.id} was removed or sealed while it was written")
             for slot in arrived:
                 slot.stored = True
         if any(slot.abandoned for slot in batch):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,9 @@ from tests.tiers.pages import (
     Faults,
     blank,
     disk_bytes,
+    finish,
     keys_of,
+    python,
     read,
     write,
 )
@@ -260,3 +263,42 @@ def test_accesses_are_noted_by_one_job_while_the_index_hangs(
         for _ in range(50):
             assert all(read(namespace, keys_of(4)))
         assert len(opened.resources.index_thread._queue) <= 1
+
+
+SWEEPER = """
+import sys
+from pathlib import Path
+from hicache_tiers import DiskStore, StoreConfig
+DiskStore.open(StoreConfig(directory=Path(sys.argv[1]), capacity_bytes=1 << 26)).close()
+"""
+
+
+def test_a_publication_that_comes_after_others_sealed_the_segment_is_void(
+    open_store: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(deadline_s=DEADLINE_S)
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    keys = keys_of(8)
+    assert all(write(namespace, keys[:3]))
+    opened = store._now()
+    assert opened is not None
+    publish, gate, outcome = opened.resources.space.publish, threading.Event(), []
+
+    def late(*args: Any) -> bool:
+        gate.wait(60)
+        outcome.append(publish(*args))
+        return outcome[0]
+
+    monkeypatch.setattr(opened.resources.space, "publish", late)
+    assert not any(write(namespace, keys[3:]))
+    finish(python(SWEEPER, directory))
+    gate.set()
+    for _ in range(1000):
+        if outcome:
+            break
+        time.sleep(0.01)
+    assert outcome == [False]
+    monkeypatch.undo()
+    assert read(namespace, keys) == [True] * 3 + [False] * 5
+    store.check_integrity()
+    assert all(write(namespace, keys)) and all(read(namespace, keys))

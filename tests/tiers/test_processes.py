@@ -19,6 +19,7 @@ from tests.tiers.pages import (
     IDENTITY,
     LAYOUT,
     RECORD,
+    Faults,
     disk_bytes,
     finish,
     keys_of,
@@ -401,3 +402,35 @@ def test_many_threads_on_one_store(open_store: Open) -> None:
     assert not failures and not any(thread.is_alive() for thread in threads)
     store.check_integrity()
     assert store.stats().errors == type(store.stats().errors)()
+
+
+CLEARS = """
+import sys
+from pathlib import Path
+from hicache_tiers import DiskStore
+store = DiskStore.open_existing(Path(sys.argv[1]))
+store._now().resources.space.settle = lambda again=False: None  # stopped before it frees
+store.clear()
+"""
+
+
+def test_a_clear_between_freeing_and_crediting_is_not_lost(
+    open_store: Open, directory: Path
+) -> None:
+    calls = Faults()
+    store = open_store(calls, segment_bytes=8 * RECORD)
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    keys = keys_of(16)
+    assert all(write(namespace, keys))
+    cleared: list[str] = []
+
+    def clear_once(*_: object) -> None:
+        if not cleared:
+            cleared.append(finish(python(CLEARS, directory)))
+
+    calls.hooks["punch"] = clear_once
+    namespace.forget(keys[:1])
+    assert cleared and not any(namespace.contains(keys))
+    store.gc()
+    store.check_integrity()
+    assert store.usage().used_bytes == 0 and segments_of(directory) == []
