@@ -29,6 +29,7 @@ from hicache_tiers.tables import TABLES, IndexBrokenError, Txn
 
 _READERS = 512
 _FORK_WAIT_S = 5.0
+_DATA = "data.mdb"
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
 _STALE = (lmdb.PanicError, lmdb.BadTxnError)
 
@@ -53,6 +54,7 @@ class Index:
         self._stale = False
         self._quiet = False
         self._env, self._tables = self._open()
+        self._file = self._file_there()
 
     def _open(self) -> tuple[lmdb.Environment, dict[str, lmdb._Database]]:
         try:
@@ -86,6 +88,10 @@ class Index:
 
         Waits for other writers, of all processes, without a limit: call it where waiting is fine.
         """
+        if self._file_there() != self._file:  # what is there now belongs to somebody else
+            raise IndexBrokenError(
+                f"{self._directory} was removed or replaced while in use; restart this process"
+            )
         with self._transaction(write=True) as txn:
             yield txn
 
@@ -126,6 +132,14 @@ class Index:
         self._env, self._tables = self._open()
         self._stale = False
 
+    def _file_there(self) -> tuple[int, int] | None:
+        """Which file has the index's name now."""
+        try:
+            info = (self._directory / _DATA).stat()
+        except OSError:
+            return None
+        return info.st_dev, info.st_ino
+
     def free_dead_readers(self) -> None:
         """Release the views that killed processes held, so that their pages are used again."""
         with self.reading():
@@ -133,7 +147,7 @@ class Index:
 
     def file_bytes(self) -> int:
         """Size of the index file."""
-        return (self._directory / "data.mdb").stat().st_size
+        return (self._directory / _DATA).stat().st_size
 
     @property
     def limit_bytes(self) -> int:
@@ -205,7 +219,7 @@ def why_damaged(directory: Path) -> str | None:
     if (directory / _DAMAGED).exists():
         return "it was found damaged by an earlier run"
     try:
-        with (directory / "data.mdb").open("rb") as file:
+        with (directory / _DATA).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             pages = [file.read(BLOCK)]
             page_size = int.from_bytes(pages[0][_PAGE_SIZE_AT : _PAGE_SIZE_AT + 4], "little")
@@ -247,7 +261,7 @@ def new_index(directory: Path, limit_bytes: int) -> Index:
     It counts as damaged until `mark_whole`: its maker may be killed before it is filled.
     """
     mark_damaged(directory)
-    for name in ("data.mdb", "lock.mdb"):
+    for name in (_DATA, "lock.mdb"):
         (directory / name).unlink(missing_ok=True)
     return Index(directory, limit_bytes)
 

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -434,3 +435,41 @@ def test_a_clear_between_freeing_and_crediting_is_not_lost(
     store.gc()
     store.check_integrity()
     assert store.usage().used_bytes == 0 and segments_of(directory) == []
+
+
+SUCCESSOR = (
+    PRELUDE
+    + """
+store = open_store(1 << 24, 8 * RECORD)
+namespace = store.namespace(IDENTITY, LAYOUT)
+assert all(write(namespace, keys_of(40, 1000)))
+print("stored", flush=True)
+sys.stdin.readline()
+assert all(read(namespace, keys_of(40, 1000))), store.stats()
+store.check_integrity()
+store.close()
+"""
+)
+
+
+def test_who_lost_its_directory_leaves_the_next_store_alone(
+    open_store: Open, directory: Path
+) -> None:
+    """rm -r under a running server, and another one started there."""
+    store = open_store(capacity_bytes=1 << 24, segment_bytes=8 * RECORD)
+    namespace = store.namespace(IDENTITY, LAYOUT)
+    assert all(write(namespace, keys_of(20)))
+    shutil.rmtree(directory)
+    successor = python(SUCCESSOR, directory)
+    assert successor.stdout is not None
+    assert successor.stdout.readline() == "stored\n"
+    stored = write(namespace, keys_of(100, 200))
+    assert not any(stored)
+    read(namespace, keys_of(20))
+    namespace.forget(keys_of(20))
+    with pytest.raises(StoreError, match="removed or replaced while in use"):
+        store.clear()
+    store.close()
+    assert successor.stdin is not None
+    successor.stdin.write("\n")
+    finish(successor)
