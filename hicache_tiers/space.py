@@ -39,6 +39,9 @@ _OWNERS_SHARE = 4
 _TOUCHES_KEPT, _TOUCHES_KEPT_S = 4096, 5.0
 """Accesses, and seconds, kept in memory before they are written to the index."""
 
+_CLOCK_TOLERANCE_US = 60 * 1_000_000
+"""A stamp this far ahead of the clock tells that the clock was set back."""
+
 
 def now_us() -> int:
     """Access stamps: microseconds since the epoch, comparable over processes and restarts."""
@@ -90,8 +93,9 @@ class Space:
     def _flush(self, txn: Txn) -> None:
         with self._touched_lock:
             touched, self._touched = self._touched, {}
+        lag = _clock_lag(txn, touched.values())
         for name, stamp in touched.items():
-            txn.touch(name, stamp)
+            txn.touch(name, stamp + lag)
 
     # Owning and publishing
 
@@ -149,6 +153,7 @@ class Space:
                 return False  # this comes late: it was given up and sealed by somebody else
             for offset, length in gaps:
                 txn.add_pending(active.id, offset, length)
+            lag = _clock_lag(txn, [entry.stamp for _, entry in records])
             for name, entry in records:
                 there = txn.entry(name)
                 if there is not None and there.format == FORMAT:
@@ -156,7 +161,7 @@ class Space:
                     continue
                 if there is not None:
                     txn.remove(name, there)
-                txn.add(name, entry)
+                txn.add(name, msgspec.structs.replace(entry, stamp=entry.stamp + lag))
             txn.name_namespace(namespace)
             self._flush(txn)
         return True
@@ -388,6 +393,17 @@ class Space:
                     continue
                 for offset, length in extents:
                     txn.settle(segment, offset, length)
+
+
+def _clock_lag(txn: Txn, stamps: Iterable[int]) -> int:
+    """What to add to new stamps where the clock was set back, or all that is new went first.
+
+    They then follow the newest one there is: the order of commits stands in for the clock.
+    """
+    newest = txn.newest_stamp()
+    if newest < now_us() + _CLOCK_TOLERANCE_US:
+        return 0
+    return newest + 1 - min(stamps, default=newest)
 
 
 def same_place(one: Entry, other: Entry) -> bool:

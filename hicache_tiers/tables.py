@@ -124,6 +124,11 @@ class Txn:
             keys = cursor.iternext(values=False)
             return {key[_U64.size :]: _U64.unpack_from(key)[0] for key in keys}
 
+    def newest_stamp(self) -> int:
+        """The latest access stamp; 0 without records."""
+        with self._txn.cursor(self._tables["lru"]) as cursor:
+            return int(_U64.unpack_from(cursor.key())[0]) if cursor.last() else 0
+
     def segment(self, segment: int) -> Segment | None:
         """State of a segment."""
         raw = self._txn.get(_U64.pack(segment), db=self._tables["segments"])

@@ -20,7 +20,6 @@ from tests.tiers.pages import (
     IDENTITY,
     LAYOUT,
     RECORD,
-    Faults,
     disk_bytes,
     finish,
     keys_of,
@@ -112,38 +111,6 @@ def test_the_cap_holds_on_disk_with_three_writers(directory: Path) -> None:
     store.check_integrity()
     assert store.usage().used_bytes <= capacity
     store.close()
-
-
-def test_a_smaller_cap_is_applied_by_the_first_write(open_store: Open, directory: Path) -> None:
-    store = open_store()
-    keys = keys_of(64)
-    for key in keys:
-        write(store.namespace(IDENTITY, LAYOUT), [key])
-    store.close()
-    small = open_store(capacity_bytes=16 * RECORD)
-    namespace = small.namespace(IDENTITY, LAYOUT)
-    backwards = keys[::-1]  # of one call the later records count as used earlier
-    assert all(read(namespace, backwards)), "opening evicts nothing"
-    assert all(write(namespace, backwards))
-    assert all(namespace.contains(keys)), "nor does a write of what is there"
-    assert all(write(namespace, keys_of(1, 900)))
-    assert disk_bytes(directory) <= small.usage().used_bytes <= 16 * RECORD
-    kept = namespace.contains(keys)
-    assert kept == [False] * (64 - sum(kept)) + [True] * sum(kept), "the oldest go first"
-    assert sum(kept) > 10
-
-
-def test_looking_after_a_store_evicts_nothing(open_store: Open, directory: Path) -> None:
-    store = open_store()
-    keys = keys_of(20)
-    write(store.namespace(IDENTITY, LAYOUT), keys)
-    store.close()
-    with pytest.raises(StoreError, match="holds no store"):
-        DiskStore.open_existing(directory / "index")
-    keeper = DiskStore.open_existing(directory)
-    assert keeper.verify().records == 20 and keeper.gc().evicted_records == 0
-    assert all(read(keeper.namespace(IDENTITY, LAYOUT), keys))
-    keeper.close()
 
 
 def test_the_least_recently_used_goes_first_over_all_processes(
@@ -403,38 +370,6 @@ def test_many_threads_on_one_store(open_store: Open) -> None:
     assert not failures and not any(thread.is_alive() for thread in threads)
     store.check_integrity()
     assert store.stats().errors == type(store.stats().errors)()
-
-
-CLEARS = """
-import sys
-from pathlib import Path
-from hicache_tiers import DiskStore
-store = DiskStore.open_existing(Path(sys.argv[1]))
-store._now().resources.space.settle = lambda again=False: None  # stopped before it frees
-store.clear()
-"""
-
-
-def test_a_clear_between_freeing_and_crediting_is_not_lost(
-    open_store: Open, directory: Path
-) -> None:
-    calls = Faults()
-    store = open_store(calls, segment_bytes=8 * RECORD)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(16)
-    assert all(write(namespace, keys))
-    cleared: list[str] = []
-
-    def clear_once(*_: object) -> None:
-        if not cleared:
-            cleared.append(finish(python(CLEARS, directory)))
-
-    calls.hooks["punch"] = clear_once
-    namespace.forget(keys[:1])
-    assert cleared and not any(namespace.contains(keys))
-    store.gc()
-    store.check_integrity()
-    assert store.usage().used_bytes == 0 and segments_of(directory) == []
 
 
 SUCCESSOR = (

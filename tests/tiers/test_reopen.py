@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_tiers import DiskStore, RecordLayout, StoreConfig, StoreError, rebuild
+from hicache_tiers import (
+    DiskStore,
+    RecordLayout,
+    StoreConfig,
+    StoreError,
+    rebuild,
+)
 from hicache_tiers.index import why_damaged
 from hicache_tiers.segments import segment_path
 from tests.tiers.pages import (
@@ -343,24 +349,6 @@ def test_b23_all_ranks_may_start_at_once(directory: Path) -> None:
     store.close()
 
 
-def test_gc_removes_what_no_index_entry_reaches(open_store: Open, directory: Path) -> None:
-    store = open_store(segment_bytes=2 * RECORD)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(8)
-    write(namespace, keys)
-    stray = segment_path(directory / "segments", 99)
-    stray.write_bytes(bytes(RECORD))
-    segments_of(directory)[0].unlink()
-    report = store.gc()
-    assert (report.stray_files, report.lost_records, report.evicted_records) == (1, 2, 0)
-    assert not stray.exists()
-    assert read(namespace, keys) == [False] * 2 + [True] * 6
-    namespace.forget(keys)
-    store.gc()
-    assert store.usage().namespaces == 0 and segments_of(directory) == []
-    assert all(write(namespace, keys)) and all(read(namespace, keys))
-
-
 @pytest.mark.parametrize(
     "setting", [{"capacity_bytes": 0}, {"segment_bytes": 0}, {"io_threads": 0}, {"deadline_s": 0.0}]
 )
@@ -368,16 +356,6 @@ def test_settings_that_cannot_work(tmp_path: Path, setting: dict[str, int]) -> N
     (name,) = setting
     with pytest.raises(ValueError, match=name):
         StoreConfig(**({"directory": tmp_path, "capacity_bytes": 1} | setting))
-
-
-def test_segments_are_a_sixteenth_of_the_capacity(tmp_path: Path) -> None:
-    def limit(**settings: int) -> int:
-        return StoreConfig(directory=tmp_path, **settings).segment_limit
-
-    assert limit(capacity_bytes=1 << 30) == 64 << 20
-    assert limit(capacity_bytes=1 << 40) == 256 << 20
-    assert limit(capacity_bytes=1) == limit(capacity_bytes=100_000) == 4096
-    assert limit(capacity_bytes=1 << 30, segment_bytes=10_000) == 8192
 
 
 def test_an_unreadable_row_is_a_miss_and_the_next_open_rebuilds(
@@ -397,23 +375,6 @@ def test_an_unreadable_row_is_a_miss_and_the_next_open_rebuilds(
     store.close()
     store = open_store()
     assert all(read(store.namespace(IDENTITY, LAYOUT), keys))
-
-
-def test_a_collection_applies_the_cap_it_is_given(open_store: Open) -> None:
-    store = open_store(segment_bytes=8 * RECORD)
-    namespace = store.namespace(IDENTITY, LAYOUT)
-    keys = keys_of(40)
-    for key in keys:
-        write(namespace, [key])
-    assert store.gc().evicted_records == 0
-    used = store.usage().used_bytes
-    report = store.gc(16 * RECORD)
-    usage = store.usage()
-    assert usage.used_bytes <= 16 * RECORD
-    assert report.evicted_records == 40 - usage.records > 20
-    assert report.freed_bytes == used - usage.used_bytes
-    assert namespace.contains(keys) == [False] * (40 - usage.records) + [True] * usage.records
-    assert all(write(namespace, keys)) and store.stats().evicted == report.evicted_records
 
 
 def test_a_rebuild_beyond_the_index_limit_keeps_the_newest(
