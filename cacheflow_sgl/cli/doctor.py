@@ -1,10 +1,15 @@
-"""`cacheflow doctor`: is everything there, and if not, what is the mend?"""
+"""`cacheflow doctor`: is everything there, and if not, what is the mend?
+
+Imports at its top only what the command line itself needs: it must still run where a library or
+SGLang is missing or broken, to say so.
+"""
 
 import argparse
 import importlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -16,9 +21,7 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from cacheflow_sgl.engine import options as engine_options
 from cacheflow_sgl.engine import version as engine_version
-from hicache_tiers import DiskStore, StoreError
 
 from .output import JsonOption, console, write_json
 
@@ -50,7 +53,7 @@ def doctor(
         typer.Option(
             metavar="TEXT",
             help="The options you mean to serve with: JSON or @file, "
-            f"as for SGLang's {engine_options.FLAG}.",
+            "as for SGLang's --hicache-storage-backend-extra-config.",
         ),
     ] = None,
     json_path: JsonOption = None,
@@ -58,6 +61,10 @@ def doctor(
     """Look at the installation and name each fault with its mend.
 
     Exit status 0 if nothing is at fault, else 1.
+
+    Options: directory, capacity, namespace, io_threads, io_deadline_s and SGLang's own
+    prefetch_threshold, prefetch_timeout_base, prefetch_timeout_per_ki_token,
+    hicache_storage_pass_prefix_keys, tp_lcm_size. README has a line on each.
 
     Example: cacheflow doctor --extra-config '{"directory": "/data/kv", "capacity": "500GB"}'
     """
@@ -155,6 +162,10 @@ def _backend_name() -> list[Finding]:
     if engine_version.installed_sglang() is None:
         return []  # named under sglang
     try:
+        importlib.import_module("cacheflow_sgl.engine.plugin")
+    except (ImportError, OSError):
+        return []  # named under libraries
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SGLang's, about hardware that is not here
             _parse_as_sglang()
@@ -173,7 +184,7 @@ def _parse_as_sglang() -> None:
 
     parser = argparse.ArgumentParser(exit_on_error=False)
     ServerArgs.add_cli_args(parser)
-    parser.parse_args(["--model-path", "x", "--hicache-storage-backend", engine_options.BACKEND])
+    parser.parse_args(["--model-path", "x", "--hicache-storage-backend", "cacheflow"])
 
 
 def _patches() -> list[Finding]:
@@ -193,18 +204,28 @@ def _patches() -> list[Finding]:
 
 def _directory(extra_config: str | None) -> list[Finding]:
     try:
-        text = engine_options.read_extra_config(extra_config)
-        options = engine_options.parse_options(text)
-    except engine_options.OptionsError as error:
-        return [Finding("options", "fault", str(error), "see `cacheflow doctor --help`")]
+        from cacheflow_sgl.engine import options as engine_options
+        from hicache_tiers import DiskStore, StoreError
+    except (ImportError, OSError):
+        return []  # named under libraries
     try:
-        store = DiskStore.open(options.store_config())
+        options = engine_options.parse_options(engine_options.read_extra_config(extra_config))
+    except engine_options.OptionsError as error:
+        return [Finding("options", "fault", str(error).removeprefix(f"{engine_options.FLAG}: "))]
+    directory = Path(options.directory).expanduser()
+    if not directory.exists():
+        detail = f"{directory} is not there yet; a server makes it at its start"
+        return [Finding("directory", "ok", detail)]
+    try:
+        DiskStore.check(options.store_config())
+        store = DiskStore.open_existing(directory)
     except StoreError as error:
         return [Finding("directory", "fault", str(error))]
     usage = store.usage()
     store.close()
-    detail = (
-        f"{options.store_config().directory}: {usage.records} pages, "
-        f"{usage.used_bytes / 1e9:.2f} of {usage.capacity_bytes / 1e9:.2f} GB"
-    )
+    detail = f"{directory}: {usage.records} pages, {usage.used_bytes / 1e9:.2f} GB"
+    free = shutil.disk_usage(directory).free + usage.used_bytes
+    if options.store_config().capacity_bytes > free:
+        room = f"{detail}; the capacity is more than the {free / 1e9:.0f} GB it can have there"
+        return [Finding("directory", "note", room, "pages beyond that will not be stored")]
     return [Finding("directory", "ok", detail)]

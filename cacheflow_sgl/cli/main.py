@@ -1,24 +1,48 @@
 """The `cacheflow` command: one function a subcommand, each in a file of its own name."""
 
+import sys
+
 import typer
 
-from . import doctor, replay, serve, store, tiny_model
+from . import doctor
+from .output import fail
 
 app = typer.Typer(
     name="cacheflow",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="CacheFlow for SGLang: bring an evicted KV-cache prefix back in the least time.",
     epilog="Start with: cacheflow doctor",
 )
 app.command()(doctor.doctor)
-app.command(context_settings=serve.PASS_THROUGH)(serve.serve)
-app.command()(replay.replay)
-app.command(name="tiny-model")(tiny_model.tiny_model)
-app.add_typer(store.app, name="store")
+
+
+@app.callback()
+def root() -> None:
+    """CacheFlow for SGLang: bring an evicted KV-cache prefix back in the least time."""
+
+
+def _add_commands() -> str | None:
+    """Add all commands but `doctor`; what is missing if the installation is broken."""
+    try:
+        from . import replay, serve, store, tiny_model
+    except (ImportError, OSError) as error:
+        return " ".join(str(error).split())
+    app.command(context_settings=serve.PASS_THROUGH)(serve.serve)
+    app.command()(replay.replay)
+    app.command(name="tiny-model")(tiny_model.tiny_model)
+    app.add_typer(store.app, name="store")
+    return None
+
+
+_missing = _add_commands()
 
 
 def main() -> None:
     """Console script `cacheflow`."""
+    if _missing is not None and sys.argv[1:2] != ["doctor"]:
+        try:
+            fail(f"{_missing}; see `cacheflow doctor`")
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
     app()

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from .namespace import is_rank_sharded
 from .options import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,22 @@ def use_v1_pages(
     if storage_backend == BACKEND:
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
+
+
+def back_up_own_shard(should_backup: Callable[..., bool], controller: Any, transfer: Any) -> bool:
+    """Around `HybridCacheController.should_backup`: of an MLA model, too, each rank its own.
+
+    SGLang lets one rank write what all ranks hold alike, and knows by backend name which keep the
+    rank-sharded pools apart; ours does.
+    """
+    if should_backup(controller, transfer):
+        return True
+    entry = controller.mem_pool_host.entry_map.get(transfer.name)
+    return (
+        controller.storage_backend_type == BACKEND
+        and entry is not None
+        and is_rank_sharded(str(transfer.name), entry.host_pool)
+    )
 
 
 def use_storable_layout(_result: None, server_args: Any) -> None:

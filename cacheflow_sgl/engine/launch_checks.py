@@ -13,7 +13,7 @@ from typing import Any
 
 from hicache_tiers import DiskStore, StoreError
 
-from .namespace import new_run_id
+from .namespace import new_run_id, remember_served_checkpoint
 from .options import BACKEND, OptionsError, parse_options, read_extra_config
 from .version import UnsupportedSGLangError, check_sglang_version
 
@@ -24,8 +24,7 @@ def check_extra_config(text: str | None) -> None:
     """Raise OptionsError in one line unless `text` is usable, the directory included."""
     options = parse_options(read_extra_config(text))
     try:
-        # The real thing: makes the directory, checks format, permissions and index.
-        DiskStore.open(options.store_config()).close()
+        DiskStore.check(options.store_config())
     except StoreError as error:
         raise OptionsError(f"directory: {error}") from None
 
@@ -76,13 +75,35 @@ def check_attach(
     storage_backend_extra_config_json: str | None = None,
     **policies: Any,
 ) -> tuple[bool, str]:
-    """Around `StorageAttachment.attach`: refuse bad options before anything is changed."""
+    """Around `StorageAttachment.attach`: refuse bad options before anything is changed.
+
+    SGLang's attach makes process groups, which every rank must enter: so the ranks agree first.
+    """
     if storage_backend == BACKEND:
+        refusal = ""
         try:
             check_extra_config(storage_backend_extra_config_json)
         except OptionsError as error:
-            return False, _one_line(error)
+            refusal = _one_line(error)
+        if not _all_ranks_agree(attachment._cache, not refusal):
+            return False, refusal or f"{BACKEND}: another rank refused; its log says why"
     return attach(attachment, storage_backend, storage_backend_extra_config_json, **policies)
+
+
+def after_attachment_made(_result: None, *_args: Any, **_kwargs: Any) -> None:
+    """After `StorageAttachment.__init__`: the weights are loaded, nothing is attached yet."""
+    remember_served_checkpoint()
+
+
+def _all_ranks_agree(cache: Any, agreed: bool) -> bool:
+    """MIN over the TP ranks of `agreed`; `cache` is the `UnifiedRadixCache` of this rank."""
+    import torch
+
+    vote = torch.tensor([agreed], dtype=torch.int)
+    cache._all_reduce_attn_groups(vote, torch.distributed.ReduceOp.MIN)
+    if not agreed:
+        logger.error("cacheflow: this rank refuses to attach the storage backend")
+    return bool(vote.item())
 
 
 def _one_line(error: Exception) -> str:

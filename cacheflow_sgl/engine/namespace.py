@@ -9,10 +9,11 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from .fingerprint import checkpoint_fingerprint
+from .fingerprint import Checkpoint, content_fingerprint, read_checkpoint
 from .host_pages import HostPages
 
 logger = logging.getLogger(__name__)
@@ -22,14 +23,37 @@ logger = logging.getLogger(__name__)
 RUN_ID_VARIABLE = "CACHEFLOW_RUN_ID"
 
 # Fields of SGLang's `model` configuration that change KV for the same checkpoint.
-_KV_OVERRIDES = (
+_KV_SETTINGS = (
     "dtype",
     "quantization",
-    "quantization_param_path",
     "modelopt_quant",
     "kv_cache_dtype",
     "qsa_indexer_dtype",
     "model_impl",
+    "load_format",
+    "model_loader_extra_config",
+    "quantize_and_serve",
+)
+# Fields that may name a file whose content does.
+_KV_FILES = (
+    "quantization_param_path",
+    "modelopt_checkpoint_restore_path",
+    "rl_quant_profile",
+    "decrypted_config_file",
+)
+# Formats whose weights are the files beside config.json; any other may come from anywhere.
+_FILE_FORMATS = (
+    "auto",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "pt",
+    "npcache",
+    "mistral",
+    "gguf",
+    "bitsandbytes",
+    "layered",
+    "presharded",
 )
 
 
@@ -38,70 +62,130 @@ def new_run_id() -> None:
     os.environ[RUN_ID_VARIABLE] = uuid.uuid4().hex
 
 
-class ModelIdentity:
-    """Which model's KV this server stores; changes when its weights change at run time."""
+# Checkpoints read when this process had just loaded them, by model path.
+_remembered: dict[str, Checkpoint] = {}
 
-    def __init__(self, model: Any, draft_path: str | None, tag: str | None):
+
+def remember_served_checkpoint() -> None:
+    """Read the checkpoint being served while its files are surely those just loaded.
+
+    A backend attached hours later must not take what has been saved there since for it.
+    """
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    if model.load_format in _FILE_FORMATS and model.model_path not in _remembered:
+        checkpoint = _find(model.model_path, model.revision, model.download_dir)
+        if checkpoint is not None:
+            _remembered[model.model_path] = checkpoint
+
+
+def updated_weights(model_path: str) -> str | None:
+    """Identity of the weights just loaded from `model_path` over the served ones.
+
+    None if they cannot be told: a checkpoint of other tensors leaves some of the old ones in place.
+    """
+    from sglang.srt.runtime_context import get_model
+
+    served = _remembered.get(get_model().model_path)
+    loaded = _find(model_path, None, get_model().download_dir)
+    if served is None or loaded is None or loaded.tensors is None:
+        return None
+    return loaded.weights if loaded.tensors == served.tensors else None
+
+
+class ModelIdentity:
+    """Which model's KV this server stores; changes when its weights change at run time.
+
+    The configuration is what the process started with: an update replaces the weights only.
+    """
+
+    # How often weights have changed in this process: numbers those that have no fingerprint, also
+    # over detach and attach. Equal on all ranks, which see the same changes.
+    _changes: ClassVar[int] = 0
+
+    def __init__(
+        self, model: Any, draft_path: str | None, adapters: Sequence[str], tag: str | None
+    ):
         """Identify a model.
 
         Args:
             model: SGLang's `model` configuration (`runtime_context.get_model()`).
             draft_path: checkpoint of a speculative draft model, whose KV is stored beside.
+            adapters: paths of the LoRA adapters given at start. SGLang names them by name and path
+                in its page keys, the same at every start, whatever they hold.
             tag: the user's own `namespace` option.
         """
+        self._download_dir = model.download_dir
         self._tag = tag
-        self._model = model
-        self._draft_path = draft_path
-        self._updates = 0
-        self._weights = self._identify(
-            self._model.model_path, self._model.revision, self._model.load_format
-        )
+        settings = {name: str(getattr(model, name)) for name in _KV_SETTINGS}
+        settings |= {name: content_fingerprint(getattr(model, name)) for name in _KV_FILES}
+        self._weights, config = self._at_start(model.model_path, model.revision, model.load_format)
+        self._fixed = {
+            "config": config,
+            "settings": json.dumps(settings, sort_keys=True),
+            "model_overrides": _canonical_json(model.json_model_override_args),
+        }
+        if adapters:
+            self._fixed["adapters"] = ",".join(sorted(self._both(path) for path in adapters))
+        if tag:
+            self._fixed["tag"] = tag
+        self._draft = self._both(draft_path) if draft_path else None
 
     def fields(self) -> dict[str, str | int]:
         """The identity, readable, ready to be hashed into a namespace."""
-        overrides = {name: str(getattr(self._model, name)) for name in _KV_OVERRIDES}
-        identity: dict[str, str | int] = {
-            "weights": self._weights,
-            "overrides": json.dumps(overrides, sort_keys=True),
-            "model_overrides": _canonical_json(self._model.json_model_override_args),
-        }
-        if self._draft_path:
-            identity["draft"] = self._identify(self._draft_path, None, "auto")
-        if self._tag:
-            identity["tag"] = self._tag
+        identity: dict[str, str | int] = {"weights": self._weights, **self._fixed}
+        if self._draft is not None:
+            identity["draft"] = self._draft
         return identity
 
-    def weights_changed(self, model_path: str | None) -> None:
-        """Move on after a run-time weight update; `model_path` is None if it came from memory."""
-        self._updates += 1
-        if model_path is None:
-            self._weights = self._unknown_weights()
-        else:
-            self._weights = self._identify(model_path, None, "auto")
+    def weights_changed(self, weights: str | None) -> None:
+        """Move on after a run-time weight update.
 
-    def _identify(self, model_path: str, revision: str | None, load_format: str) -> str:
-        checkpoint = None if load_format == "dummy" else _local_checkpoint(model_path, revision)
-        fingerprint = None
+        Args:
+            weights: what `updated_weights` said of them; None if they came from memory.
+        """
+        ModelIdentity._changes += 1
+        self._weights = weights or _unknown(self._changes)
+        if self._draft is not None:  # an update may be for the draft model, too
+            self._draft = _unknown(self._changes)
+
+    def _both(self, path: str) -> str:
+        return ":".join(self._at_start(path, None, "auto"))
+
+    def _at_start(self, path: str, revision: str | None, load_format: str) -> tuple[str, str]:
+        """Weights and configuration of a checkpoint as this process loaded it."""
+        checkpoint = _remembered.get(path)
+        if checkpoint is None and load_format in _FILE_FORMATS:
+            checkpoint = _find(path, revision, self._download_dir)
         if checkpoint is not None:
-            try:
-                fingerprint = checkpoint_fingerprint(checkpoint)
-            except OSError as error:
-                logger.warning("cacheflow: cannot fingerprint %s: %s", checkpoint, error)
-        if fingerprint is not None:
-            return fingerprint
-        if self._tag and not self._updates:  # the user vouches for the weights served at start
-            return f"tag:{self._tag}"
+            return checkpoint.weights, checkpoint.config
+        if self._tag:  # the user vouches for what is served at start
+            return f"tag:{self._tag}", ""
         logger.warning(
             "cacheflow: no weight files to fingerprint for %r (load format %s): stored pages will "
             "not be reused after a restart; set the option 'namespace' to vouch for the weights",
-            model_path,
+            path,
             load_format,
         )
-        return self._unknown_weights()
+        return _unknown(self._changes), ""
 
-    def _unknown_weights(self) -> str:
-        run_id = os.environ.get(RUN_ID_VARIABLE) or uuid.uuid4().hex
-        return f"run:{run_id}:{self._updates}"
+
+def _unknown(changes: int) -> str:
+    """A name for weights of this run of the server only."""
+    run_id = os.environ.get(RUN_ID_VARIABLE) or uuid.uuid4().hex
+    return f"run:{run_id}:{changes}"
+
+
+def _find(model_path: str, revision: str | None, download_dir: str | None) -> Checkpoint | None:
+    path = _local_checkpoint(model_path, revision, download_dir)
+    if path is None:
+        return None
+    try:
+        return read_checkpoint(path)
+    except OSError as error:
+        logger.warning("cacheflow: cannot fingerprint %s: %s", path, error)
+        return None
 
 
 def pool_identity(
@@ -122,27 +206,45 @@ def pool_identity(
         "order": pages.order,
         "page_size": pages.page_size,
         "pp": f"{config.pp_rank}/{config.pp_size}",
+        "layers": f"{pool.start_layer}-{pool.end_layer}",  # stages may be cut anywhere
         "cp": f"{config.attn_cp_rank}/{config.attn_cp_size}",
         "dcp": f"{config.dcp_rank}/{config.dcp_size}",
     }
-    # Every TP rank holds the same MLA latent, but its own slice of heads and of Mamba state.
-    if not config.is_mla_model or pool_name == "mamba":
+    if not config.is_mla_model or is_rank_sharded(pool_name, pool):
         identity["tp"] = f"{config.tp_rank}/{config.tp_size}"
     if pool.storage_format_tag is not None:
         identity["page_format"] = pool.storage_format_tag
     return identity
 
 
-def _local_checkpoint(model_path: str, revision: str | None) -> Path | None:
-    """The checkpoint on this machine: the path itself, or the hub's local snapshot."""
+def is_rank_sharded(pool_name: str, pool: Any) -> bool:
+    """Whether TP ranks of an MLA model hold different bytes in this pool.
+
+    They hold the same latent, but each its own heads (an MHA draft model) and Mamba state.
+    """
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    return pool_name == "mamba" or isinstance(pool, MHATokenToKVPoolHost)
+
+
+def _local_checkpoint(
+    model_path: str, revision: str | None, download_dir: str | None
+) -> Path | None:
+    """The checkpoint on this machine: the path itself, or the hub snapshot SGLang loads."""
     path = Path(model_path)
     if path.exists():
         return path
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None  # a hub with another cache
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(
+                model_path, revision=revision, cache_dir=download_dir, local_files_only=True
+            )
+        )
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
         return None
 

@@ -46,18 +46,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         directory: folder of the disk store; made if missing; may be shared by ranks and servers.
-        capacity: cap over everything in that folder: bytes, "200GB", "1.5TiB" or "50%" (of the
-            file system's size).
+        capacity: cap over all pages in that folder: bytes, "200GB", "1.5TiB" or "50%" (of the
+            file system's size). The index beside them adds about 1%.
         namespace: tag put into the identity of every page. Needed for reuse across restarts when
             there are no weights to fingerprint (dummy weights); different tags never share pages.
         io_threads: threads that read and write records, a rank.
-        io_deadline_s: seconds after which a read counts as a miss and a write as failed.
+        io_deadline_s: seconds that one call for a batch of pages may take; what has not landed by
+            then is a miss, or not stored. Below the 10 s that SGLang waits for its storage threads.
         prefetch_threshold: SGLang's: fewest stored tokens worth fetching.
         prefetch_timeout_base: SGLang's: seconds a prefetch may take (policy ``timeout``).
         prefetch_timeout_per_ki_token: SGLang's: seconds added for each 1024 tokens.
         hicache_storage_pass_prefix_keys: SGLang's: hand the backend the keys before a batch.
         tp_lcm_size: SGLang's: accepted; this backend keeps one record a rank, so it has no effect.
-        file_storage_path: SGLang's, for its ``file`` backend: accepted, has no effect.
     """
 
     directory: Annotated[str, msgspec.Meta(min_length=1)] = msgspec.field(
@@ -66,13 +66,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     capacity: int | str = "50%"
     namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    io_deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 30.0
+    io_deadline_s: Annotated[float, msgspec.Meta(gt=0, le=8)] = 5.0
     prefetch_threshold: Annotated[int, msgspec.Meta(ge=0)] = 256
     prefetch_timeout_base: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     prefetch_timeout_per_ki_token: Annotated[float, msgspec.Meta(ge=0)] = 0.25
     hicache_storage_pass_prefix_keys: bool = False
     tp_lcm_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    file_storage_path: str | None = None
 
     def store_config(self) -> StoreConfig:
         """Configuration of the disk store these options ask for."""

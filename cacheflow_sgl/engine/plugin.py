@@ -5,7 +5,6 @@ a plugin raises, so an unsupported SGLang gets only the checks that can tell the
 """
 
 import logging
-import os
 from collections.abc import Callable
 
 from cacheflow_sgl import cpu
@@ -15,11 +14,9 @@ from .version import UnsupportedSGLangError, check_sglang_version
 
 logger = logging.getLogger(__name__)
 
-# "off": leave the seams that patches/ provides to a patched SGLang.
-SEAMS_VARIABLE = "CACHEFLOW_PLUGIN_SEAMS"
-
 _MEM_CACHE = "sglang.srt.mem_cache"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_HYBRID = f"{_MEM_CACHE}.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _FACTORY = f"{_MEM_CACHE}.storage.backend_factory.StorageBackendFactory"
 _ATTACHMENT = f"{_MEM_CACHE}.unified_cache.storage_attachment.StorageAttachment"
 _LAYOUTS = "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility"
@@ -38,8 +35,7 @@ def register() -> None:
         return
     if cpu.is_active():
         cpu.register_hooks()
-    if os.environ.get(SEAMS_VARIABLE) != "off":
-        _hook_backend_name()
+    _hook_backend_name()
     _hook_weight_updates()
 
 
@@ -56,11 +52,13 @@ def _hook_backend_name() -> None:
     backend_name.register_backend()
     _around(f"{_FACTORY}._create_builtin_backend", backend_name.create_backend)
     _after(f"{_CONTROLLER}.attach_storage_backend", backend_name.use_v1_pages)
+    _around(f"{_HYBRID}.should_backup", backend_name.back_up_own_shard)
     _after(_LAYOUTS, backend_name.use_storable_layout)
 
 
 def _hook_weight_updates() -> None:
     """Stored pages follow the weights."""
+    _after(f"{_ATTACHMENT}.__init__", launch_checks.after_attachment_made)
     _around(f"{_WEIGHTS}.update_weights_from_disk", weight_updates.after_disk_update)
     for update in ("distributed", "tensor", "ipc"):
         target = f"{_WEIGHTS}.update_weights_from_{update}"

@@ -9,6 +9,7 @@ Interfaces: `HiCacheStorage` in `sglang/srt/mem_cache/hicache_storage.py`, v1 (t
 (KV and extra pools).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.runtime_context import get_model, get_spec
+from sglang.srt.runtime_context import get_lora, get_model, get_spec
 
 from hicache_tiers import DiskStore, Namespace, RecordLayout
 
@@ -31,7 +32,9 @@ from .host_pages import HostPages, host_pages
 from .metrics import TierMetrics
 from .namespace import ModelIdentity, pool_identity
 from .options import parse_options
-from .weight_updates import live_backends
+from .weight_updates import live_backends, served
+
+logger = logging.getLogger(__name__)
 
 
 class PoolStore:
@@ -73,18 +76,32 @@ class CacheFlowStorage(HiCacheStorage):
             OptionsError: a bad option (the launching process has refused it before).
             StoreError: the directory cannot be used.
         """
-        options = parse_options(dict(storage_config.extra_config or {}))
+        extra_config = dict(storage_config.extra_config or {})
+        extra_config.pop("file_storage_path", None)  # SGLang adds it to every backend's options
+        options = parse_options(extra_config)
         self._config = storage_config
         draft_path = get_spec().speculative_draft_model_path
-        self._model = ModelIdentity(get_model(), draft_path, options.namespace)
+        adapters = [ref.lora_path for ref in get_lora().lora_paths or []]
+        self._model = ModelIdentity(get_model(), draft_path, adapters, options.namespace)
         self._store = DiskStore.open(options.store_config())
-        self._raw: Namespace | None = None
+        usage = self._store.usage()
+        logger.info(
+            "cacheflow: %s holds %d pages, %.2f of %.2f GB; weights %s",
+            options.directory,
+            usage.records,
+            usage.used_bytes / 1e9,
+            usage.capacity_bytes / 1e9,
+            self._model.fields()["weights"],
+        )
+        self._used: dict[str, Namespace] = {}  # every namespace of this run, by id
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, PoolStore] = {}
         self._stale_pages_live = False
         self._metrics = (
             TierMetrics(storage_config) if storage_config.enable_storage_metrics else None
         )
+        if served.updates:
+            self.weights_changed(served.weights, flushed=served.flushed)
         live_backends.add(self)
 
     # ---- Pools ----
@@ -107,7 +124,11 @@ class CacheFlowStorage(HiCacheStorage):
     def _pool_store(self, name: str, pool: Any) -> PoolStore:
         pages = host_pages(pool)
         identity = pool_identity(self._model, self._config, name, pages, pool)
-        return PoolStore(pages, self._store.namespace(identity, pages.layout))
+        return PoolStore(pages, self._namespace(identity, pages.layout))
+
+    def _namespace(self, identity: dict[str, str | int], layout: RecordLayout) -> Namespace:
+        namespace = self._store.namespace(identity, layout)
+        return self._used.setdefault(namespace.id, namespace)
 
     def _kv(self) -> PoolStore:
         return self._pools[PoolName.KV.value]
@@ -249,22 +270,21 @@ class CacheFlowStorage(HiCacheStorage):
             "tp": f"{self._config.tp_rank}/{self._config.tp_size}",
             "pp": f"{self._config.pp_rank}/{self._config.pp_size}",
         }
-        return self._store.namespace(identity, RecordLayout(1, (value_bytes,)))
+        return self._namespace(identity, RecordLayout(1, (value_bytes,)))
 
     # ---- Life ----
 
-    def weights_changed(self, model_path: str | None, *, flushed: bool) -> None:
+    def weights_changed(self, weights: str | None, *, flushed: bool) -> None:
         """Move to the namespace of the new weights.
 
         Args:
-            model_path: checkpoint loaded from disk, None if the weights came from memory or the
-                update failed half-way.
+            weights: their identity, None if it cannot be told (from memory, or half loaded).
             flushed: whether SGLang dropped the pages computed with the old weights. If not, such
                 pages may still be stored, so the namespace is one of this run only and is left
                 again at the next flush.
         """
         self._stale_pages_live = not flushed
-        self._model.weights_changed(model_path if flushed else None)
+        self._model.weights_changed(weights if flushed else None)
         self._pools = {name: self._pool_store(name, p) for name, p in self._host_pools.items()}
 
     def cache_flushed(self) -> None:
@@ -273,9 +293,9 @@ class CacheFlowStorage(HiCacheStorage):
             self.weights_changed(None, flushed=True)
 
     def clear(self) -> None:
-        """Drop what this server has stored; other models in the directory keep theirs."""
-        for pool in self._pools.values():
-            pool.namespace.clear()
+        """Drop what is stored for this server; other models in the directory keep theirs."""
+        for namespace in list(self._used.values()):
+            namespace.clear()
 
     def get_stats(self) -> None:
         """Publish the tiers' counters; SGLang asks once a scheduler step, and logs none itself."""

@@ -6,13 +6,16 @@ SGLang itself; the store is ours, so its namespace moves with the weights.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from .namespace import updated_weights
 
 
 class FollowsWeights(Protocol):
     """A backend whose namespace moves with the weights; see `storage.CacheFlowStorage`."""
 
-    def weights_changed(self, model_path: str | None, *, flushed: bool) -> None:
+    def weights_changed(self, weights: str | None, *, flushed: bool) -> None:
         """The model has other weights now."""
 
     def cache_flushed(self) -> None:
@@ -25,10 +28,30 @@ class FollowsWeights(Protocol):
 live_backends: "weakref.WeakSet[FollowsWeights]" = weakref.WeakSet()
 
 
+@dataclass
+class ServedWeights:
+    """What has become of the weights since this process loaded them.
+
+    Attributes:
+        updates: how often they have been replaced.
+        weights: identity of those loaded last (`namespace.updated_weights`), taken when they were;
+            None if it cannot be told.
+        flushed: whether what SGLang had cached of the weights before was dropped.
+    """
+
+    updates: int = 0
+    weights: str | None = None
+    flushed: bool = True
+
+
+# Kept also while no backend is attached: one attached later must know.
+served = ServedWeights()
+
+
 def after_disk_update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Around `SchedulerWeightUpdaterManager.update_weights_from_disk`."""
     output = update(manager, request)
-    _switch(request, output, request.model_path)
+    _replaced(request, output, request.model_path)
     return output
 
 
@@ -38,19 +61,22 @@ def after_memory_update(update: Callable[..., Any], manager: Any, request: Any) 
     Also around the end of an update session, where weights may have come by remote writes.
     """
     output = update(manager, request)
-    _switch(request, output, None)
+    _replaced(request, output, None)
     return output
 
 
 def after_flush(flushed: bool, *_args: Any, **_kwargs: Any) -> None:
     """After `Scheduler.flush_cache`."""
     if flushed:
+        served.flushed = True
         for backend in live_backends:
             backend.cache_flushed()
 
 
-def _switch(request: Any, output: Any, model_path: str | None) -> None:
-    # A failed update may have replaced some of the weights: it counts as a change, too.
-    flushed = bool(output.success and getattr(request, "flush_cache", False))
+def _replaced(request: Any, output: Any, model_path: str | None) -> None:
+    # A failed update may have replaced some of the weights: it counts as one, from nowhere known.
+    served.updates += 1
+    served.weights = updated_weights(model_path) if model_path and output.success else None
+    served.flushed = bool(output.success and getattr(request, "flush_cache", False))
     for backend in live_backends:
-        backend.weights_changed(model_path, flushed=flushed)
+        backend.weights_changed(served.weights, flushed=served.flushed)

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -55,8 +57,32 @@ def test_a_plugin_that_sglang_is_told_to_skip_is_named(monkeypatch, tmp_path):
     assert "SGLANG_PLUGINS=other leaves out cacheflow" in found["plugin"]
 
 
-def test_a_missing_library_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_LIBRARIES", ("numpy", "no-such-library"))
-    found = faults(run(app, options(directory=str(tmp_path))))
-    assert "no-such-library" in found["libraries"]
-    assert "pip install no-such-library" in found["libraries"]
+@pytest.mark.parametrize("library", ["lmdb", "xxhash", "aiohttp", "torch", "numpy"])
+def test_a_missing_library_is_named_and_not_a_traceback(library):
+    program = (
+        f"import sys; sys.modules[{library!r}] = None;"
+        "from cacheflow_sgl.cli.main import main; sys.argv[1:] = ['{}']; main()"
+    )
+
+    def cacheflow(command: str) -> subprocess.CompletedProcess:
+        arguments = [sys.executable, "-c", program.replace("{}", command)]
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+
+    report = cacheflow("doctor")
+    assert report.returncode == 1
+    assert "Traceback" not in report.stderr
+    assert f"libraries  {library}: " in report.stdout
+    assert f"pip install {library}" in report.stdout
+
+
+def test_another_command_of_a_broken_install_is_one_line():
+    program = (
+        "import sys; sys.modules['lmdb'] = None;"
+        "from cacheflow_sgl.cli.main import main; sys.argv[1:] = ['store', 'ls']; main()"
+    )
+    arguments = [sys.executable, "-c", program]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 2
+    assert run.stderr.strip().splitlines() == [
+        "cacheflow: import of lmdb halted; None in sys.modules; see `cacheflow doctor`"
+    ]

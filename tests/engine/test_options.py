@@ -78,7 +78,6 @@ def test_sglangs_own_keys_pass():
         "prefetch_timeout_per_ki_token": 0.5,
         "hicache_storage_pass_prefix_keys": True,
         "tp_lcm_size": 8,
-        "file_storage_path": "/x",
     }
     assert parse_options(own).prefetch_timeout_base == 2
 

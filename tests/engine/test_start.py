@@ -83,6 +83,38 @@ def test_a_config_file_is_checked_as_well(server_args, capsys, tmp_path):
     assert "io_threads: expected `int` >= 1" in line
 
 
+def test_a_good_config_file_passes(server_args, tmp_path):
+    config = tmp_path / "server.yaml"
+    options = json.dumps({"directory": str(tmp_path / "kv"), "io_threads": 2})
+    config.write_text(
+        "hicache-storage-backend: cacheflow\nenable-hierarchical-cache: true\n"
+        f"hicache-storage-backend-extra-config: '{options}'\n"
+    )
+    parsed = server_args.prepare_server_args(["--model-path", "m", "--config", str(config)])
+    assert parsed.hicache_storage_backend == "cacheflow"
+    assert parsed.enable_hierarchical_cache
+    assert (tmp_path / "kv").is_dir()
+
+
+def test_the_one_layout_that_cannot_be_stored_is_replaced_and_said(server_args, caplog):
+    from sglang.srt.arg_groups import hicache_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    def resolved(backend: str, layout: str) -> str:
+        record = server_args.ServerArgs(
+            model_path="m", hicache_storage_backend=backend, hicache_mem_layout=layout
+        )
+        record._resolved_overrides = []
+        hicache_hook.resolve_storage_layout_compatibility(record)
+        return resolving_view(record).hicache_mem_layout
+
+    assert resolved("cacheflow", "page_first_kv_split") == "page_first_direct"
+    assert "using page_first_direct" in caplog.text
+    for layout in ("layer_first", "page_first", "page_first_direct", "page_head"):
+        assert resolved("cacheflow", layout) == layout
+    assert resolved("file", "page_first_kv_split") == "page_first_kv_split"
+
+
 def test_an_options_file(server_args, capsys, tmp_path):
     options = tmp_path / "options.toml"
     options.write_text(f'directory = "{tmp_path / "kv"}"\nio_thread = 2\n')

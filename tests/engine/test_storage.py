@@ -33,6 +33,7 @@ def make(sgl, tmp_path, monkeypatch):
     monkeypatch.setattr(sgl.storage, "get_model", lambda: served)
     spec = SimpleNamespace(speculative_draft_model_path=None)
     monkeypatch.setattr(sgl.storage, "get_spec", lambda: spec)
+    monkeypatch.setattr(sgl.storage, "get_lora", lambda: SimpleNamespace(lora_paths=None))
     new_run_id()
     opened = []
 
@@ -107,6 +108,40 @@ def test_mla_ranks_share_pages_and_mha_ranks_do_not(sgl, make, layout):
     assert make(heads, 1, 2).batch_exists(KEYS[:1]) == 0
 
 
+def test_a_draft_model_with_heads_is_apart_on_each_rank_of_an_mla_model(sgl, make):
+    latent, heads = sgl.pools.mla_pool("layer_first"), sgl.pools.mha_pool("layer_first")
+    move = [transfer(sgl, sgl.hicache.PoolName.DRAFT, heads, [0])]
+    ranks = [make(latent, rank, 2, mla=True) for rank in (0, 1)]
+    for backend in ranks:
+        backend.register_mem_host_pool_v2(heads, sgl.hicache.PoolName.DRAFT)
+    assert ranks[0].batch_set_v2(move) == {sgl.hicache.PoolName.DRAFT: [True]}
+    assert ranks[1].batch_get_v2(move) == {sgl.hicache.PoolName.DRAFT: [False]}
+
+
+def test_every_rank_backs_up_what_it_holds_alone(sgl):
+    from cacheflow_sgl.engine.backend_name import back_up_own_shard
+
+    names = sgl.hicache.PoolName
+    pools = {
+        names.DRAFT: sgl.pools.mha_pool("layer_first"),
+        names.INDEXER: sgl.pools.mla_pool("layer_first"),
+    }
+    entries = {name: SimpleNamespace(host_pool=pool) for name, pool in pools.items()}
+    controller = SimpleNamespace(
+        storage_backend_type="cacheflow", mem_pool_host=SimpleNamespace(entry_map=entries)
+    )
+
+    def backs_up(name) -> bool:
+        never = lambda _controller, _transfer: False  # noqa: E731
+        return back_up_own_shard(never, controller, sgl.hicache.PoolTransfer(name=name))
+
+    assert backs_up(names.DRAFT)
+    assert not backs_up(names.INDEXER)
+    assert not backs_up(names.SWA)
+    controller.storage_backend_type = "file"
+    assert not backs_up(names.DRAFT)
+
+
 def test_a_restart_under_another_host_layout_finds_the_pages(sgl, make):
     old, new = sgl.pools.mha_pool("layer_first"), sgl.pools.mha_pool("page_first")
     sgl.pools.fill_randomly(old)
@@ -161,6 +196,19 @@ def test_new_weights_never_meet_old_pages(sgl, make, tmp_path):
     backend.batch_set_v1(KEYS[1:2], slots(pool, [1]))
     backend.cache_flushed()  # nothing stale any more: stays where it is
     assert backend.batch_exists(KEYS[1:2]) == 1
+
+
+def test_a_backend_attached_after_an_update_knows_of_it(sgl, make, monkeypatch):
+    from cacheflow_sgl.engine import weight_updates
+
+    pool = sgl.pools.mha_pool("layer_first")
+    make(pool).batch_set_v1(KEYS[:1], slots(pool, [0]))
+    now = weight_updates.ServedWeights(updates=1, weights=None, flushed=True)
+    monkeypatch.setattr(sgl.storage, "served", now)
+    later = make(pool)
+    assert later.batch_exists(KEYS[:1]) == 0
+    later.batch_set_v1(KEYS[:1], slots(pool, [0]))
+    assert make(pool).batch_exists(KEYS[:1]) == 0  # attached after one more, unknown again
 
 
 def test_plain_values(sgl, make):

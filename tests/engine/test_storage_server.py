@@ -151,6 +151,8 @@ def test_b22_counters_say_what_happened(server, tmp_path):
         names = ("hits", "misses", "read_bytes", "written_records", "declined", "evicted")
         before = {name: tier(server.client, name) for name in names}
         fill(server)
+        assert tier(server.client, "misses") - before["misses"] >= PAGES  # asked for when new
+        before["misses"] = tier(server.client, "misses")
         answer = server.client.generate(PROMPT, max_new_tokens=1)
         grown = {name: tier(server.client, name) - before[name] for name in names}
     assert answer.cached.storage == TOKENS == grown["hits"] * PAGE
@@ -200,12 +202,16 @@ def test_a_restart_finds_everything_that_was_stored(server, control):
     for _ in range(8):  # the injector lets some writes fail; a page not stored is written again
         server.client.generate(PROMPT, max_new_tokens=1)
         server.client.flush_cache()
+    acknowledged = tier(server.client, "written_records")
+    assert acknowledged > 0
     server.process.kill()
     server.process.start()
     store = DiskStore.open_existing(directory)
     try:
         store.check_integrity()
-        assert not store.verify().damaged
+        report = store.verify()
+        assert report.records >= acknowledged
+        assert not report.damaged
     finally:
         store.close()
     restored = []
