@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +20,7 @@ from cacheflow_sgl.replay import (
 )
 from cacheflow_sgl.replay import replay as run_replay
 from cacheflow_sgl.replay.load import TraceFormat
-from cacheflow_sgl.replay.plot import require_matplotlib
+from cacheflow_sgl.replay.plot import check_plot_name
 from cacheflow_sgl.replay.trace import Trace
 
 _BROKEN_SHOWN = 5  # of the skipped lines of a trace; the report counts all of them
@@ -33,7 +35,7 @@ def replay(
     ] = "auto",
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
     json: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write the report, request by request.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report, request by request.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the TTFT distribution.")
@@ -131,11 +133,25 @@ def replay(
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:
     """Find out before a long replay, not after it, that its report has no place."""
-    if plot is not None:
-        require_matplotlib()
     for path in (json, plot):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ReplayError(f"{path}: not a file in an existing folder")
+        if path is not None:
+            _check_writable(path)
+    if plot is not None:
+        check_plot_name(plot)
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ReplayError(f"{path}: not a file in an existing folder")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ReplayError(f"{path}: may not be written")
+    if path.exists() and not path.is_file():
+        return  # /dev/stdout and the like need no room beside them
+    try:
+        # Only trying tells: permissions say yes to root, also where a file system is read-only.
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
+    except OSError as error:
+        raise ReplayError(f"{path}: cannot write to its folder: {error.strerror}") from None
 
 
 def _warn_broken(trace: Trace) -> None:

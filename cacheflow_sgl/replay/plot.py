@@ -26,6 +26,17 @@ def require_matplotlib() -> None:
         raise ReplayError("plots need matplotlib: pip install 'cacheflow-sgl[plot]'")
 
 
+def check_plot_name(path: Path) -> None:
+    """Raise ReplayError where ``path`` does not end as a kind of figure that matplotlib writes."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        endings = ", ".join(f".{kind}" for kind in sorted(kinds))
+        raise ReplayError(f"{path}: the name of a plot must end in one of {endings}")
+
+
 def plot_runs(reports: Sequence[tuple[str, Report]], path: str | Path) -> None:
     """Write one figure of all runs to ``path``; the file's ending chooses the kind (png, svg, ..).
 

@@ -66,7 +66,12 @@ def test_broken_lines_are_reported(stand: SglangStand, trace_file: Callable[...,
         (("--url", "http://127.0.0.1:9"), "no server at http://127.0.0.1:9"),
         (("--url", "nonsense"), "no server at nonsense"),
         (("--json", "/none/out.json"), "not a file in an existing folder"),
+        (("--json", "/proc/out.json"), "/proc/out.json: cannot write to its folder: "),
         (("--plot", "/"), "not a file in an existing folder"),
+        (("--plot", "/none/out.png"), "not a file in an existing folder"),
+        (("--plot", "/proc/out.png"), "/proc/out.png: cannot write to its folder: "),
+        (("--plot", "out.xyz"), "out.xyz: the name of a plot must end in one of ."),
+        (("--plot", "out"), "out: the name of a plot must end in one of ."),
         (("--speed", 0), "--speed must be positive"),
         (("--scale", 0.5), "--scale needs prompts made of hash ids"),
     ],
@@ -82,10 +87,19 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(
 
 
 def test_a_report_that_cannot_be_written_is_still_shown(stand: SglangStand) -> None:
-    result = invoke("--url", stand.url, "--limit", 1, "--json", "/proc/out.json")
+    result = invoke("--url", stand.url, "--limit", 1, "--json", "/dev/full")
     assert result.exit_code == 2
     assert "cannot write the report" in result.stderr
     assert "1 of 1" in result.stdout
+
+
+def test_checking_where_a_report_goes_leaves_nothing_there(
+    stand: SglangStand, tmp_path: Path
+) -> None:
+    outputs = ("--json", tmp_path / "out.json", "--plot", tmp_path / "out.PNG")
+    result = invoke("--url", stand.url, "--trace", "none.jsonl", *outputs)
+    assert "no such file or folder" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
