@@ -9,7 +9,8 @@ accept missing fields wherever a prompt can still be told, and raise FormatError
 | swe-agent | SWE-agent ``.traj``: ``history``, or one for each of ``attempts`` |
 | mini-swe-agent | ``.traj.json``: ``messages`` (also the native model output of version 2) |
 | sharegpt | ShareGPT: ``conversations`` of from/value |
-| lmsys | LMSYS-Chat-1M and WildChat: ``conversation`` of role/content |
+| wildchat | WildChat: ``conversation`` of role/content, ``conversation_hash`` |
+| lmsys | LMSYS-Chat-1M: ``conversation`` of role/content |
 | openai-jsonl | request bodies, plain or in the batch form with ``custom_id`` and ``body`` |
 """
 
@@ -187,6 +188,7 @@ READERS: dict[str, Reader] = {
     "swe-agent": read_swe_agent,
     "mini-swe-agent": read_mini_swe_agent,
     "sharegpt": read_chat,
+    "wildchat": read_chat,
     "lmsys": read_chat,
     "openai-jsonl": read_openai,
 }
@@ -205,7 +207,7 @@ def detect(value: Any, file_name: str) -> str | None:
     if "conversations" in value or "items" in value:
         return "sharegpt"
     if "conversation" in value:
-        return "lmsys"
+        return "wildchat" if "conversation_hash" in value else "lmsys"
     if "messages" in value and (
         "trajectory_format" in value or "info" in value or file_name.endswith(".traj.json")
     ):

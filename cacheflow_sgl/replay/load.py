@@ -15,7 +15,14 @@ from cacheflow_sgl.replay.formats import READERS, detect, join_turns
 from cacheflow_sgl.replay.trace import Broken, Request, Session, Trace
 
 TraceFormat = Literal[
-    "auto", "mooncake", "swe-agent", "mini-swe-agent", "sharegpt", "lmsys", "openai-jsonl"
+    "auto",
+    "mooncake",
+    "swe-agent",
+    "mini-swe-agent",
+    "sharegpt",
+    "wildchat",
+    "lmsys",
+    "openai-jsonl",
 ]
 FORMATS: tuple[str, ...] = get_args(TraceFormat)
 DEMO = "demo"  # the name of the bundled trace

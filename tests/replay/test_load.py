@@ -143,6 +143,11 @@ def test_lmsys_and_wildchat(trace_file: Writer) -> None:
     trace = load_trace(trace_file("lmsys.jsonl", *lines))
     assert trace.format == "lmsys"
     assert texts(trace) == [CHAT_TURNS, CHAT_TURNS[:1]]
+    wildchat = trace_file("wildchat.jsonl", lines[1])
+    for trace_format in ("auto", "wildchat"):
+        trace = load_trace(wildchat, trace_format)
+        assert trace.format == "wildchat"
+        assert texts(trace) == [CHAT_TURNS[:1]]
 
 
 def test_openai_requests_become_sessions(trace_file: Writer) -> None:
