@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hicache_tiers import DiskStore, StoreError, space
-from hicache_tiers.io_pool import Deadline
+from hicache_tiers.io_pool import Deadline, IoPool
 from tests.tiers.pages import (
     IDENTITY,
     LAYOUT,
@@ -167,14 +167,32 @@ def slow(*_: object) -> None:
     time.sleep(DEADLINE_S / 6)
 
 
-def test_a_slow_disk_is_asked_for_no_more_than_fits_the_deadline(open_store: Open) -> None:
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every piece of work handed to a pool of threads."""
+    jobs: list[Any] = []
+    submit = IoPool.submit
+
+    def noting(self: IoPool, work: Any, *args: Any) -> Any:
+        jobs.append(work)
+        return submit(self, work, *args)
+
+    monkeypatch.setattr(IoPool, "submit", noting)
+    return jobs
+
+
+def test_a_slow_disk_is_asked_for_no_more_than_fits_the_deadline(
+    open_store: Open, submitted: list[Any]
+) -> None:
     calls = Faults()
     store = open_store(calls, deadline_s=DEADLINE_S, io_threads=2)
     namespace = store.namespace(IDENTITY, LAYOUT)
     keys = keys_of(128)
     assert all(write(namespace, keys))
     calls.hooks["pread"] = slow
+    submitted.clear()
     hits = read(namespace, keys)
+    assert len(submitted) <= sum(hits) + 2 * 2, "no more than the window is tried in vain"
     landed = sum(hits)
     assert 0 < landed <= 2 * 6 + 2
     assert hits == [True] * landed + [False] * (128 - landed)
