@@ -1,7 +1,8 @@
 """One reader a trace format: from one document of a file to sessions.
 
 A document is one line of a JSONL file, one element of a JSON array, or a whole JSON file. Readers
-accept missing fields wherever a prompt can still be told, and raise FormatError where it cannot.
+accept missing fields wherever a prompt can still be told, and raise FormatError where it cannot, or
+where the document has the shape of another format: a format named wrongly must not pass.
 
 | name | where it comes from |
 |---|---|
@@ -71,20 +72,29 @@ def read_swe_agent(value: Any, name: str) -> list[Session]:
 
 def read_mini_swe_agent(value: Any, name: str) -> list[Session]:
     """One session: the messages of a trajectory."""
-    return _conversation(value, name, ("messages",))
+    return _conversation(value, name, ("messages",), bare=True)
+
+
+def read_sharegpt(value: Any, name: str) -> list[Session]:
+    """One session: a conversation between a user and a model."""
+    return _conversation(value, name, ("conversations", "items"), bare=True)
 
 
 def read_chat(value: Any, name: str) -> list[Session]:
-    """One session: a conversation between a user and a model."""
-    return _conversation(value, name, ("conversation", "conversations", "messages", "items"))
+    """One session: a conversation of a user and a model, as in LMSYS-Chat and WildChat."""
+    return _conversation(value, name, ("conversation",))
 
 
-def _conversation(value: Any, name: str, keys: tuple[str, ...]) -> list[Session]:
-    if isinstance(value, dict):
-        found = next((value[key] for key in keys if key in value), None)
-        if found is None:
+def _conversation(
+    value: Any, name: str, keys: tuple[str, ...], *, bare: bool = False
+) -> list[Session]:
+    """The one session of a document; ``bare``: the document may be the list of messages itself."""
+    if not (bare and isinstance(value, list)):
+        fields = value if isinstance(value, dict) else {}
+        key = next((key for key in keys if key in fields), None)
+        if key is None:
             raise FormatError(f"no {' or '.join(repr(key) for key in keys)}")
-        value = found
+        value = fields[key]
     return [_session(read_messages(value), name)]
 
 
@@ -102,6 +112,8 @@ def read_openai(value: Any, name: str) -> list[Session]:
     """One request; `join_turns` makes sessions of the requests that continue one another."""
     if not isinstance(value, dict):
         raise FormatError(f"a request must be an object, not {type(value).__name__}")
+    if "trajectory_format" in value:
+        raise FormatError("a whole trajectory, not a request")
     body = value.get("body", value)
     if not isinstance(body, dict):
         raise FormatError(f"'body' must be an object, not {type(body).__name__}")
@@ -187,7 +199,7 @@ READERS: dict[str, Reader] = {
     "mooncake": read_mooncake,
     "swe-agent": read_swe_agent,
     "mini-swe-agent": read_mini_swe_agent,
-    "sharegpt": read_chat,
+    "sharegpt": read_sharegpt,
     "wildchat": read_chat,
     "lmsys": read_chat,
     "openai-jsonl": read_openai,

@@ -98,7 +98,9 @@ def _load_file(
         try:
             found += READERS[used](item.value, f"{label}:{item.line}")
         except FormatError as error:
-            broken.append(Broken(label, item.line, f"{used}: {error}"))
+            likely = detect(item.value, file.name)
+            hint = f"; it looks like {likely}" if likely not in (None, used) else ""
+            broken.append(Broken(label, item.line, f"{used}: {error}{hint}"))
     if used == "openai-jsonl":
         found = join_turns(found)
     sessions += found

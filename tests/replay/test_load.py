@@ -244,6 +244,41 @@ def test_given_format_overrides_detection(trace_file: Writer) -> None:
     assert texts(load_trace(path, "mini-swe-agent")) == [CHAT_TURNS]
 
 
+DOCUMENTS: dict[str, tuple[str, Any]] = {
+    "mooncake": ("a.jsonl", {"timestamp": 0, "input_length": 5, "hash_ids": [1]}),
+    "swe-agent": ("a.traj", {"history": CHAT, "info": {}}),
+    "mini-swe-agent": (
+        "a.json",
+        {"messages": CHAT, "info": {}, "trajectory_format": "mini-swe-agent-1.1"},
+    ),
+    "sharegpt": ("a.json", {"conversations": [{"from": "human", "value": "?"}, CHAT[2]]}),
+    "wildchat": ("a.jsonl", {"conversation": CHAT, "conversation_hash": "b"}),
+    "lmsys": ("a.jsonl", {"conversation": CHAT}),
+    "openai-jsonl": ("a.jsonl", {"messages": CHAT[:2]}),
+}
+
+
+@pytest.mark.parametrize("found", DOCUMENTS)
+@pytest.mark.parametrize("given", READERS)
+def test_a_given_format_that_the_content_has_not_is_refused(
+    given: str, found: str, trace_file: Writer
+) -> None:
+    name, value = DOCUMENTS[found]
+    if given == found or {given, found} == {"wildchat", "lmsys"}:  # these two have one shape
+        assert one(value, name, trace_file, given).format == given
+    else:
+        with pytest.raises(ReplayError, match=f"first: {name}:1: {given}: ") as error:
+            one(value, name, trace_file, given)
+        if given != "mini-swe-agent" or found != "openai-jsonl":
+            assert f"; it looks like {found}" in str(error.value)
+
+
+def test_a_list_of_messages_is_neither_lmsys_nor_swe_agent(trace_file: Writer) -> None:
+    for trace_format in ("lmsys", "swe-agent"):
+        with pytest.raises(ReplayError, match=f"{trace_format}: no '.*; it looks like sharegpt"):
+            one(CHAT, "a.json", trace_file, trace_format)
+
+
 def test_demo_is_bundled_and_grows_turn_by_turn() -> None:
     trace = load_trace("demo")
     assert trace.name == "demo"
