@@ -33,7 +33,9 @@ def replay(
     format: Annotated[
         TraceFormat, typer.Option(help="Format of the trace; auto looks at its content.")
     ] = "auto",
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    url: Annotated[
+        str, typer.Option(help="The server; http:// may be left out.")
+    ] = "http://127.0.0.1:30000",
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report, request by request.")
     ] = None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -89,7 +91,7 @@ async def generate(
     except TimeoutError:
         answer.fail("timeout", f"no complete answer in {timeout_s:g} s")
     except aiohttp.ClientConnectorError as error:
-        answer.fail("connect", str(error))
+        answer.fail("connect", connection_problem(error))
     except aiohttp.ClientError as error:
         answer.fail("dropped", f"{type(error).__name__}: {error}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -97,6 +99,17 @@ async def generate(
     if not answer.finished:
         answer.fail("dropped", "the stream ended before the answer was complete")
     return answer
+
+
+def connection_problem(error: aiohttp.ClientError) -> str:
+    """What the system says, such as "Connection refused", without aiohttp's frame around it."""
+    cause = getattr(error, "os_error", None)
+    if not isinstance(cause, OSError) or isinstance(cause, ssl.SSLError):
+        return str(error)  # no number of the system's
+    # asyncio replaces the text of a refusal by its own; a resolver's numbers are below zero.
+    if cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
+    return cause.strerror or str(error)
 
 
 def _message(body: str) -> str:

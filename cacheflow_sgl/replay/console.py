@@ -73,6 +73,7 @@ def _progress(console: Console) -> Progress:
         TextColumn("[red]{task.fields[failed]}"),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # elsewhere, as in a log, it would leave an empty line
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from cacheflow_sgl.replay.client import connection_problem
 from cacheflow_sgl.replay.errors import ReplayError
 from cacheflow_sgl.replay.prompts import Alphabet
 
@@ -49,10 +50,13 @@ class TokenizeError(Exception):
 
 
 class Server:
-    """A running SGLang server, seen through one HTTP session."""
+    """A running SGLang server, seen through one HTTP session.
+
+    ``url`` may lack the scheme: http:// is assumed. ReplayError where it is no URL of a server.
+    """
 
     def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
-        self.url = url.rstrip("/")
+        self.url = _with_scheme(url)
         self.http = http
 
     async def describe(self) -> dict[str, Any]:
@@ -82,10 +86,12 @@ class Server:
                     if response.status in (401, 403):
                         problem += "; the server wants a key, give it with --api-key"
                         break
-            except (aiohttp.ClientConnectionError, aiohttp.InvalidURL) as error:
+            except aiohttp.InvalidURL:
+                raise ReplayError(_not_a_url(self.url)) from None
+            except aiohttp.ClientConnectionError as error:
                 raise ReplayError(
-                    f"no server at {self.url} ({error}); start one with `cacheflow serve` "
-                    "or name it with --url"
+                    f"no server at {self.url} ({connection_problem(error)}); "
+                    "start one with `cacheflow serve` or name it with --url"
                 ) from None
             except TimeoutError:
                 raise ReplayError(f"{self.url}{path}: no answer in time") from None
@@ -124,3 +130,14 @@ class Server:
             raise ReplayError(
                 f"token ids are needed and the server gives none ({error}): say --vocab-size"
             ) from None
+
+
+def _with_scheme(url: str) -> str:
+    full = (url if "://" in url else f"http://{url}").rstrip("/")
+    if not full.lower().startswith(("http://", "https://")):
+        raise ReplayError(_not_a_url(url))
+    return full
+
+
+def _not_a_url(url: str) -> str:
+    return f"--url: {url!r} is no URL of a server; write http://HOST:PORT"

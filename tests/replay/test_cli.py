@@ -63,8 +63,11 @@ def test_broken_lines_are_reported(stand: SglangStand, trace_file: Callable[...,
     ("arguments", "message"),
     [
         (("--trace", "none.jsonl"), "no such file or folder"),
-        (("--url", "http://127.0.0.1:9"), "no server at http://127.0.0.1:9"),
-        (("--url", "nonsense"), "no server at nonsense"),
+        (("--url", "127.0.0.1:9"), "no server at http://127.0.0.1:9 (Connection refused); start"),
+        (("--url", "a.invalid"), "no server at http://a.invalid ("),
+        (("--url", "ftp://a"), "--url: 'ftp://a' is no URL of a server; write http://HOST:PORT"),
+        (("--url", "http://"), "--url: 'http://' is no URL"),
+        (("--url", "a:99999"), "--url: 'http://a:99999' is no URL"),
         (("--json", "/none/out.json"), "not a file in an existing folder"),
         (("--json", "/proc/out.json"), "/proc/out.json: cannot write to its folder: "),
         (("--plot", "/"), "not a file in an existing folder"),
@@ -83,8 +86,15 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(
     result = invoke("--url", stand.url, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "ssl" not in result.stderr
     assert stand.bodies == []
+
+
+def test_a_url_needs_no_scheme(stand: SglangStand) -> None:
+    result = invoke("--url", stand.url.removeprefix("http://") + "/", "--limit", 1)
+    assert result.exit_code == 0, result.output
+    assert f"against {stand.url}\n" in result.stdout
 
 
 def test_a_report_that_cannot_be_written_is_still_shown(stand: SglangStand) -> None:
