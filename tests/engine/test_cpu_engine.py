@@ -51,7 +51,8 @@ if __name__ == "__main__":
         assert time.monotonic() < give_up
         time.sleep(0.2)
     store.close()
-    engine.flush_cache()
+    while not engine.flush_cache().success:  # refused until the scheduler is idle
+        time.sleep(0.2)
     restored = ask()
     engine.shutdown()
     print(json.dumps([computed, restored]))
