@@ -52,8 +52,10 @@ class ReplayOptions:
         for name, value in asdict(self).items():
             if name in ("seed", "arrival") or value is None:
                 continue
-            if value < 0 or (value == 0 and name != "shared_context_tokens"):
-                raise ReplayError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
+            may_be_zero = name == "shared_context_tokens"
+            if value < 0 or (value == 0 and not may_be_zero):
+                flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+                raise ReplayError(f"{flag} must be {'0 or more' if may_be_zero else 'positive'}")
         if self.arrival not in ("original", "asap"):
             raise ReplayError(f"--arrival must be original or asap, not {self.arrival!r}")
 

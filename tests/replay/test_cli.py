@@ -77,6 +77,7 @@ def test_broken_lines_are_reported(stand: SglangStand, trace_file: Callable[...,
         (("--plot", "out"), "out: the name of a plot must end in one of ."),
         (("--format", "lmsys"), "lmsys: no 'conversation'; it looks like mini-swe-agent"),
         (("--speed", 0), "--speed must be positive"),
+        (("--shared-context-tokens", -1), "--shared-context-tokens must be 0 or more"),
         (("--scale", 0.5), "--scale needs prompts made of hash ids"),
     ],
 )
