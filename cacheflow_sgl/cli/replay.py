@@ -118,7 +118,7 @@ def replay(
         )
         _check_outputs(json, plot)
         loaded = load_trace(trace, format)
-        _warn_broken(loaded)
+        _warn_skipped(loaded)
         report = run_replay(loaded, url, options, api_key=api_key)
         try:
             _write(report, loaded.name, json, plot)
@@ -156,7 +156,9 @@ def _check_writable(path: Path) -> None:
         raise ReplayError(f"{path}: cannot write to its folder: {error.strerror}") from None
 
 
-def _warn_broken(trace: Trace) -> None:
+def _warn_skipped(trace: Trace) -> None:
+    if trace.note:
+        typer.echo(f"note: {trace.note}", err=True)
     for broken in trace.broken[:_BROKEN_SHOWN]:
         typer.echo(f"skipped {broken}", err=True)
     more = len(trace.broken) - _BROKEN_SHOWN

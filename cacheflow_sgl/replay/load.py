@@ -26,6 +26,7 @@ TraceFormat = Literal[
 ]
 FORMATS: tuple[str, ...] = get_args(TraceFormat)
 DEMO = "demo"  # the name of the bundled trace
+_NAMES_SHOWN = 5  # of the files that a note lists
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".traj")
 
 
@@ -38,7 +39,8 @@ class _Document:
 def load_trace(path: str | Path, trace_format: str = "auto") -> Trace:
     """Load a trace file, a folder of them, or the bundled ``demo``.
 
-    Broken parts are skipped and listed in `Trace.broken`. Arrival times are shifted so that the
+    Broken parts are skipped and listed in `Trace.broken`; `Trace.note` tells what files of a folder
+    were read as, where they are of several formats or some are no traces. Arrival times are shifted so that the
     first request arrives at 0. Raises ReplayError where nothing usable is found.
     """
     if trace_format not in FORMATS:
@@ -53,17 +55,19 @@ def load_trace(path: str | Path, trace_format: str = "auto") -> Trace:
 def _load(path: Path, trace_format: str) -> Trace:
     sessions: list[Session] = []
     broken: list[Broken] = []
-    formats: list[str] = []
+    read: dict[str, list[str]] = {}  # format -> names of the files
+    skipped: list[str] = []
     for file in _files(path):
         label = str(file.relative_to(path)) if path.is_dir() else file.name
-        used = _load_file(file, label, trace_format, sessions, broken)
-        if used is not None and used not in formats:
-            formats.append(used)
+        used = None
+        if file.suffix in _SUFFIXES or not path.is_dir():
+            used = _load_file(file, label, trace_format, sessions, broken)
+        (skipped if used is None else read.setdefault(used, [])).append(label)
     if not sessions:
         why = f"; first: {broken[0]}" if broken else ""
         raise ReplayError(f"{path}: no usable session ({len(broken)} broken lines{why})")
     ordered = _from_zero(sessions)
-    return Trace(path.name, "+".join(formats), ordered, tuple(broken))
+    return Trace(path.name, "+".join(read), ordered, tuple(broken), _note(read, skipped))
 
 
 def _files(path: Path) -> list[Path]:
@@ -71,10 +75,23 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ReplayError(f"{path}: no such file or folder (the bundled trace is named {DEMO!r})")
-    files = sorted(f for f in path.rglob("*") if f.suffix in _SUFFIXES and f.is_file())
-    if not files:
+    files = sorted(f for f in path.rglob("*") if f.is_file())
+    if not any(f.suffix in _SUFFIXES for f in files):
         raise ReplayError(f"{path}: no trace in this folder ({', '.join(_SUFFIXES)})")
     return files
+
+
+def _note(read: dict[str, list[str]], skipped: list[str]) -> str:
+    if len(read) == 1 and not skipped:
+        return ""
+    parts = [f"read as {used}: {_shortened(names)}" for used, names in read.items()]
+    parts += [f"skipped: {_shortened(skipped)}"] if skipped else []
+    return "; ".join(parts)
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _load_file(

@@ -47,12 +47,16 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was loaded: the sessions, in the order of the files, and what had to be skipped."""
+    """What was loaded: the sessions, in the order of the files, and what had to be skipped.
+
+    ``note`` is one line about what a folder was read as, empty where there is nothing to tell.
+    """
 
     name: str
     format: str
     sessions: tuple[Session, ...]
     broken: tuple[Broken, ...] = field(default=())
+    note: str = ""
 
     def requests(self) -> Iterator[Request]:
         """All requests, session by session."""

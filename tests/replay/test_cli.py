@@ -105,6 +105,17 @@ def test_a_report_that_cannot_be_written_is_still_shown(stand: SglangStand) -> N
     assert "1 of 1" in result.stdout
 
 
+def test_what_was_skipped_in_a_folder_is_one_line(
+    stand: SglangStand, trace_file: Callable[..., Path]
+) -> None:
+    path = prompts(trace_file, "a")
+    trace_file("README.md", "about it")
+    result = invoke("--url", stand.url, "--trace", path.parent)
+    assert result.exit_code == 0
+    note = "note: read as openai-jsonl: requests.jsonl; skipped: README.md"
+    assert result.stderr.splitlines() == [note]
+
+
 def test_checking_where_a_report_goes_leaves_nothing_there(
     stand: SglangStand, tmp_path: Path
 ) -> None:

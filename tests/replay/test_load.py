@@ -231,6 +231,23 @@ def test_folder_of_formats(trace_file: Writer, tmp_path: Path) -> None:
     assert trace.format == "lmsys+swe-agent"
     assert [s.name for s in trace.sessions] == ["a.jsonl:1", "b/a.traj:1"]
     assert [str(b) for b in trace.broken] == ["config.json:1: not a trace in any known format"]
+    assert trace.note == (
+        "read as lmsys: a.jsonl; read as swe-agent: b/a.traj; skipped: config.json, notes.txt"
+    )
+
+
+def test_a_folder_of_one_format_needs_no_note(trace_file: Writer, tmp_path: Path) -> None:
+    path = trace_file("0.jsonl", json.dumps({"conversation": CHAT}))
+    trace_file("1.jsonl", json.dumps({"conversation": CHAT}))
+    assert load_trace(tmp_path).note == load_trace(path).note == ""
+
+
+def test_the_note_on_a_folder_of_many_files_is_short(trace_file: Writer, tmp_path: Path) -> None:
+    for number in range(8):
+        trace_file(f"{number}.jsonl", json.dumps({"conversation": CHAT}))
+    trace_file("README.md", "about them")
+    names = ", ".join(f"{number}.jsonl" for number in range(5))
+    assert load_trace(tmp_path).note == f"read as lmsys: {names} and 3 more; skipped: README.md"
 
 
 def test_jsonl_under_the_name_of_json(trace_file: Writer) -> None:
