@@ -39,9 +39,9 @@ class _Document:
 def load_trace(path: str | Path, trace_format: str = "auto") -> Trace:
     """Load a trace file, a folder of them, or the bundled ``demo``.
 
-    Broken parts are skipped and listed in `Trace.broken`; `Trace.note` tells what files of a folder
-    were read as, where they are of several formats or some are no traces. Arrival times are shifted so that the
-    first request arrives at 0. Raises ReplayError where nothing usable is found.
+    Broken parts are skipped and listed in `Trace.broken`; `Trace.note` tells what the files of a
+    folder were read as, where they are of several formats or some are no traces. Arrival times are
+    shifted so that the first request arrives at 0. Raises ReplayError where nothing is usable.
     """
     if trace_format not in FORMATS:
         raise ReplayError(f"unknown format {trace_format!r}; formats: {', '.join(FORMATS)}")
