@@ -19,12 +19,20 @@ _BIND_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 _POOL_TOKENS = 65536
 _SGLANG = "import sys; from sglang.cli.main import main; sys.exit(main())"
 
+# SGLang's own backends want a model; those that others add may not.
+_MODEL_TYPES = (None, "auto", "llm", "diffusion")
+_INFORMATIVE = {"-h", "--help", "--version"}
+
 # Typer settings of the command: what it doesn't know belongs to SGLang.
 PASS_THROUGH = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "help_option_names": ["-h", "--help"],
 }
+
+
+class NoModelError(Exception):
+    """The command line names no model, nor does its `--config` file. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class ServePlan:
 def serve(context: typer.Context) -> None:
     """Start SGLang's server, with a GPU or without.
 
-    Takes the flags of `sglang serve`. On a GPU all of them go there unchanged.
+    Takes the flags of `sglang serve`, which all go there unchanged.
     Where there is no GPU, or with --device cpu, the environment and the flags
     that SGLang needs on a CPU are added, unless you gave them, and printed in
     one line.
@@ -68,7 +76,11 @@ def serve(context: typer.Context) -> None:
 
     All flags: sglang serve --help
     """
-    planned = plan(context.args, os.environ, detect_hardware())
+    try:
+        planned = plan(context.args, os.environ, detect_hardware())
+    except NoModelError as error:
+        typer.echo(f"cacheflow serve: {error}", err=True)
+        raise typer.Exit(2) from None
     if planned.notes:
         print(f"cacheflow serve: {'; '.join(planned.notes)}", file=sys.stderr, flush=True)
     # The server takes over this process: signals and the exit status need no relay.
@@ -91,16 +103,19 @@ def plan(args: Sequence[str], environ: Mapping[str, str], hardware: Hardware) ->
         args: flags of `sglang serve`; a model may come first. Never changed, only added to.
         environ: the environment to start from.
         hardware: what the machine has.
+
+    Raises:
+        NoModelError: SGLang would end with a traceback for want of a model.
     """
-    argv = [sys.executable, "-c", _SGLANG, "serve", *args]
     flags = _read_flags(args)
+    planned = ServePlan([sys.executable, "-c", _SGLANG, "serve", *args], dict(environ))
+    _name_model(planned, flags, args)
     if flags.device not in (None, "cpu") or (
         # A platform plugin of SGLang's knows hardware that torch does not.
         flags.device is None and (hardware.accelerator or environ.get("SGLANG_PLATFORM"))
     ):
-        return ServePlan(argv, dict(environ))
+        return planned
 
-    planned = ServePlan(argv, dict(environ))
     cpu.prepare(planned.environ)
     reason = "as --device cpu says" if flags.device else "no GPU found"
     planned.notes.append(f"running on the CPU, {reason}")
@@ -138,21 +153,67 @@ def _read_flags(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-total-tokens")
     parser.add_argument("--mem-fraction-static")
     parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--model-type")
     parser.add_argument("--tp-size", "--tensor-parallel-size", dest="tp", type=int, default=1)
     parser.add_argument("--pp-size", "--pipeline-parallel-size", dest="pp", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", dest="dp", type=int, default=1)
+    problem = None
     try:
         flags, _ = parser.parse_known_args(args)
-        if flags.config:
-            from_file = yaml.safe_load(Path(flags.config).read_text()) or {}
-            settings = [f"--{key.replace('_', '-')}={value}" for key, value in from_file.items()]
-            flags, _ = parser.parse_known_args([*settings, *args])
-    except (argparse.ArgumentError, OSError, yaml.YAMLError, AttributeError):
+        # Spelled otherwise, as in --config=FILE, SGLang reads no file.
+        if flags.config and "--config" in args:
+            flags, _ = parser.parse_known_args([*_settings(flags.config), *args])
+    except (argparse.ArgumentError, ValueError) as error:
         # A flag or a file that SGLang will refuse too, with a better message than ours.
         flags, _ = parser.parse_known_args([])
+        problem = str(error)
     if flags.model is None and args and not args[0].startswith("-"):
         flags.model = args[0]
+    flags.problem = problem
     return flags
+
+
+def _settings(config: str) -> list[str]:
+    """The flags that a `--config` file holds; ValueError, of one line, where it cannot be read."""
+    try:
+        content = yaml.safe_load(Path(config).read_text()) or {}
+    except OSError as error:
+        raise ValueError(f"{config}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{config}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{config}: not a mapping of flags to values")
+    flags = ((str(key).replace("_", "-"), value) for key, value in content.items())
+    return [f"--{flag}={value}" for flag, value in flags if value is not None]
+
+
+def _name_model(planned: ServePlan, flags: argparse.Namespace, args: Sequence[str]) -> None:
+    """See to it that the command line names a model.
+
+    SGLang chooses its backend before it reads a `--config` file, and ends with a traceback where
+    only the file names the model.
+    """
+    if _names_model(args) or _INFORMATIVE & set(args) or flags.model_type not in _MODEL_TYPES:
+        return
+    if flags.model is None:
+        why = f" ({flags.problem})" if flags.problem else ""
+        raise NoModelError(
+            f"no model given{why}; name it first, cacheflow serve MODEL, or with --model-path"
+        )
+    planned.argv.extend(["--model-path", flags.model])
+    source = f", from {flags.config}" if flags.config else ""
+    planned.notes.append(f"added --model-path {flags.model}{source}")
+
+
+def _names_model(args: Sequence[str]) -> bool:
+    """Whether SGLang finds a model among `args`, as `sglang/cli/utils.py` looks for it."""
+    if args and not args[0].startswith("-"):
+        return True
+    return any(
+        arg.startswith(("--model-path=", "--model="))
+        or (arg in ("--model-path", "--model") and number + 1 < len(args))
+        for number, arg in enumerate(args)
+    )
 
 
 def _checkpoint_dtype(model: str | None) -> str | None:

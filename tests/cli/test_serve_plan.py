@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from cacheflow_sgl import cpu
-from cacheflow_sgl.cli.serve import Hardware, ServePlan, plan
+from cacheflow_sgl.cli.serve import PASS_THROUGH, Hardware, NoModelError, ServePlan, plan, serve
 
 GPU = Hardware(accelerator="cuda", cores=tuple(range(8)))
 CPU = Hardware(accelerator=None, cores=(0, 1, 2, 3))
@@ -84,8 +86,63 @@ def test_flags_in_a_config_file_count_as_given(tmp_path: Path):
     config.write_text("model-path: m\ndevice: cpu\nmax_total_tokens: 9\ntp-size: 4\n")
     args = ["--config", str(config)]
     planned = plan(args, {}, CPU)
-    assert added(planned, args) == []
+    assert added(planned, args) == ["--model-path", "m"]
     assert planned.environ[BIND] == "0|1|2|3"
+
+
+@pytest.mark.parametrize("key", ["model-path", "model_path", "model"])
+def test_a_model_that_only_the_config_file_names_is_passed_on(tmp_path: Path, key: str):
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"{key}: a/model\ntp-size: 2\n")
+    args = ["--config", str(config), "--port", "1"]
+    planned = plan(args, {}, GPU)
+    assert added(planned, args) == ["--model-path", "a/model"]
+    assert planned.notes == [f"added --model-path a/model, from {config}"]
+    for model in (["m"], ["--model-path", "m"], ["--model=m"]):
+        args = [*model, "--config", str(config)]
+        assert added(plan(args, {}, GPU), args) == []
+
+
+@pytest.mark.parametrize("hardware", [GPU, CPU])
+@pytest.mark.parametrize(
+    "args",
+    [[], ["--tp-size", "2"], ["--tp-size", "two"], ["--model-path"], ["--model-type", "llm"]],
+)
+def test_without_a_model_there_is_no_plan(args, hardware):
+    with pytest.raises(NoModelError, match=r"no model given.*; name it first"):
+        plan(args, {}, hardware)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tp-size: 2\nmodel-path:\n", "given;"),
+        ("- a\n", "yaml: not a mapping"),
+        ("a: [", "yaml: while parsing"),
+        (None, "yaml: No such file"),
+    ],
+)
+def test_a_config_file_without_a_model_says_why(tmp_path: Path, text: str | None, why: str):
+    config = tmp_path / "serve.yaml"
+    if text is not None:
+        config.write_text(text)
+    with pytest.raises(NoModelError, match=why) as error:
+        plan(["--config", str(config)], {}, GPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--model-type", "theirs"], ["--", "--help"]])
+def test_calls_that_need_no_model_reach_sglang(args):
+    assert added(plan(args, {}, GPU), args) == []
+
+
+def test_serve_without_a_model_is_one_line_and_exit_code_2():
+    app = typer.Typer()
+    app.command(context_settings=PASS_THROUGH)(serve)
+    result = CliRunner().invoke(app, ["--tp-size", "2"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("cacheflow serve: no model given; ")
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "text", ""])
@@ -134,6 +191,6 @@ def test_a_core_set_of_the_users_stays():
     assert planned.environ[BIND] == "3|2"
 
 
-@pytest.mark.parametrize("args", [["m", "--tp", "two"], ["m", "--device"], []])
+@pytest.mark.parametrize("args", [["m", "--tp", "two"], ["m", "--device"]])
 def test_a_bad_command_line_reaches_sglang_as_it_is(args):
     assert added(plan(args, {}, CPU), args)
