@@ -24,6 +24,7 @@ from .conftest import (
     copy_subset,
     recorded_hashes,
     run_script,
+    site_packages,
     snapshot,
 )
 
@@ -61,6 +62,22 @@ def test_apply_apply_check_revert_gives_the_start_back(tree: Path) -> None:
     again = run_script("--revert", "--root", tree)
     assert again.stdout == f"sglang {VERSION} in {tree}: not applied, nothing to do\n"
     assert snapshot(tree) == start
+
+
+@pytest.mark.full
+def test_a_whole_installation_is_the_same_after_apply_apply_check_revert(tmp_path: Path) -> None:
+    """As a user does it: all of sglang/, compared by `diff -r`."""
+    root, before = tmp_path / "site-packages", tmp_path / "before"
+    for name in ["sglang", f"sglang-{VERSION}.dist-info"]:
+        shutil.copytree(site_packages() / name, root / name)
+    run_script("--revert", "--root", root)
+    shutil.copytree(root, before)
+    for args in [[], [], ["--check"]]:
+        assert run_script(*args, "--root", root).returncode == 0
+    differ = subprocess.run(["diff", "-rq", before, root], capture_output=True, check=False)
+    assert len(differ.stdout.splitlines()) == len(TARGETS)
+    assert run_script("--revert", "--root", root).returncode == 0
+    subprocess.run(["diff", "-r", before, root], check=True)
 
 
 def test_check_changes_nothing_and_tells_applied_from_partly_and_not(tree: Path) -> None:

@@ -111,7 +111,11 @@ def test_the_launching_process_checks_the_options(patched_sglang: Path, tmp_path
 
 NOTIFIED = """
 from types import SimpleNamespace
-from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import (
+    AttachHiCacheStorageReqInput,
+    EndWeightUpdateReqInput,
+)
 from sglang.srt.managers.scheduler_components import weight_updater
 
 class Backend:
@@ -123,6 +127,7 @@ def manager(backend):
     controller = SimpleNamespace(storage_backend=backend)
     made.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(cache_controller=controller))
     made.metrics_collector = None
+    made.weights_replaced = False
     return made
 
 def update(made):
@@ -152,10 +157,31 @@ made.tp_worker = SimpleNamespace(weight_update_runners=lambda: [])
 made.tp_cpu_group = None
 weight_updater.torch = SimpleNamespace(distributed=SimpleNamespace(barrier=lambda group: None))
 print(made.end_weight_update(EndWeightUpdateReqInput()).success)
+
+for updated in [False, True]:  # before the backend is attached
+    made = manager(None)
+    if updated:
+        attempt(made)
+    controller = made.scheduler.tree_cache.cache_controller
+
+    def attach(**options):
+        controller.storage_backend = Backend()
+        return True, "attached"
+
+    made.scheduler.tree_cache.attach_storage_backend = attach
+    scheduler = object.__new__(scheduler_module.Scheduler)
+    scheduler.enable_hierarchical_cache = True
+    scheduler.is_fully_idle = lambda: True
+    scheduler.tree_cache = made.scheduler.tree_cache
+    scheduler.weight_updater = made
+    scheduler_module.get_serving = lambda: SimpleNamespace(served_model_name="tiny")
+    scheduler_module.get_context = lambda: SimpleNamespace(override=lambda *_, **__: None)
+    request = AttachHiCacheStorageReqInput(hicache_storage_backend="any")
+    print(scheduler.attach_hicache_storage_wrapped(request).message)
 """
 
 
-def test_the_storage_backend_hears_of_failed_updates_and_of_remote_writes(
+def test_the_storage_backend_hears_of_failed_and_earlier_updates_and_of_remote_writes(
     patched_sglang: Path,
 ) -> None:
     result = python(patched_sglang, "-c", NOTIFIED)
@@ -163,4 +189,5 @@ def test_the_storage_backend_hears_of_failed_updates_and_of_remote_writes(
     lines = result.stdout.splitlines()
     assert lines[:3] == ["update", "changed None False", "half-way"]
     assert lines[3:13] == ["update", "half-way"] * 5
-    assert lines[13:] == ["False", "changed None False", "True"]
+    assert lines[13:16] == ["False", "changed None False", "True"]
+    assert lines[16:] == ["attached", "update", "half-way", "changed None False", "attached"]
