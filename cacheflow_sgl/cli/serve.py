@@ -66,16 +66,23 @@ class ServePlan:
 def serve(context: typer.Context) -> None:
     """Start SGLang's server, with a GPU or without.
 
-    Takes the flags of `sglang serve`, which all go there unchanged.
-    Where there is no GPU, or with --device cpu, the environment and the flags
-    that SGLang needs on a CPU are added, unless you gave them, and printed in
-    one line.
+    Takes the flags of `sglang serve`, which all go there unchanged; a model that
+    only a --config file names is passed on as --model-path. Where there is no
+    GPU, or with --device cpu, the environment and the flags that SGLang needs on
+    a CPU are added, unless you gave them. What was added is printed in one line.
 
-    Example: cacheflow serve MODEL --enable-hierarchical-cache
-    --hicache-storage-backend cacheflow
+    Example: keep pages in the directory kv, and find them after a restart.
+
+    \b
+    flags=(--page-size 64 --enable-hierarchical-cache
+        --hicache-storage-backend cacheflow
+        --hicache-storage-prefetch-policy wait_complete
+        --hicache-storage-backend-extra-config '{"directory": "kv"}')
+    cacheflow serve Qwen/Qwen3-8B "${flags\\[@]}"
 
     All flags: sglang serve --help
     """
+    # An array in the example, no backslashes: help lines end in spaces, which would follow them.
     try:
         planned = plan(context.args, os.environ, detect_hardware())
     except NoModelError as error:

@@ -28,7 +28,15 @@ def tiny_model(
     The same options give the same bytes. The output is nonsense, but it depends
     on every token of the context, so a wrong KV cache shows.
 
-    Example: cacheflow tiny-model tiny && cacheflow serve tiny
+    Example: write it to the directory tiny, and serve it with pages in kv.
+
+    \b
+    cacheflow tiny-model tiny
+    flags=(--page-size 64 --enable-hierarchical-cache
+        --hicache-storage-backend cacheflow
+        --hicache-storage-prefetch-policy wait_complete
+        --hicache-storage-backend-extra-config '{"directory": "kv"}')
+    cacheflow serve tiny "${flags\\[@]}"
     """
     try:
         recipe = Recipe(

@@ -2,15 +2,16 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from cacheflow_sgl import cpu
-from cacheflow_sgl.cli.serve import PASS_THROUGH, Hardware, NoModelError, ServePlan, plan, serve
+from cacheflow_sgl.cli.main import app
+from cacheflow_sgl.cli.serve import Hardware, NoModelError, ServePlan, plan
 
 GPU = Hardware(accelerator="cuda", cores=tuple(range(8)))
 CPU = Hardware(accelerator=None, cores=(0, 1, 2, 3))
@@ -137,9 +138,7 @@ def test_calls_that_need_no_model_reach_sglang(args):
 
 
 def test_serve_without_a_model_is_one_line_and_exit_code_2():
-    app = typer.Typer()
-    app.command(context_settings=PASS_THROUGH)(serve)
-    result = CliRunner().invoke(app, ["--tp-size", "2"])
+    result = CliRunner().invoke(app, ["serve", "--tp-size", "2"])
     assert result.exit_code == 2
     assert result.stderr.startswith("cacheflow serve: no model given; ")
     assert len(result.stderr.splitlines()) == 1
@@ -194,3 +193,21 @@ def test_a_core_set_of_the_users_stays():
 @pytest.mark.parametrize("args", [["m", "--tp", "two"], ["m", "--device"]])
 def test_a_bad_command_line_reaches_sglang_as_it_is(args):
     assert added(plan(args, {}, CPU), args)
+
+
+@pytest.mark.parametrize(("command", "model"), [("serve", "Qwen/Qwen3-8B"), ("tiny-model", "tiny")])
+def test_the_example_in_the_help_can_be_pasted(command: str, model: str):
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    last = 'flags[@]}"'
+    example = shown[shown.index("flags=(") : shown.index(last) + len(last)]
+    # Pasted as it is on the terminal: also with the spaces that fill its lines.
+    script = f"cacheflow() {{ printf '%s\\n' \"$@\"; }}\n{example}"
+    words = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    assert words.stdout.splitlines() == [
+        "serve",
+        model,
+        *("--page-size", "64", "--enable-hierarchical-cache"),
+        *("--hicache-storage-backend", "cacheflow"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend-extra-config", '{"directory": "kv"}'),
+    ]
