@@ -189,7 +189,7 @@ def _find(model_path: str, revision: str | None, download_dir: str | None) -> Ch
 
 
 def pool_identity(
-    model: ModelIdentity, config: Any, pool_name: str, pages: HostPages, pool: Any
+    model: ModelIdentity, config: Any, pool_name: str, pages: HostPages, pool: Any, anchor: Any
 ) -> dict[str, str | int]:
     """Identity of the pages of one host pool on this rank.
 
@@ -199,6 +199,7 @@ def pool_identity(
         pool_name: SGLang's `PoolName` value, "kv" for the anchor.
         pages: access to the pool, for byte order and page size.
         pool: the host pool, for its dtype and page format tag.
+        anchor: the pool of KV, which knows the layers of this stage.
     """
     identity = model.fields() | {
         "pool": pool_name,
@@ -206,7 +207,7 @@ def pool_identity(
         "order": pages.order,
         "page_size": pages.page_size,
         "pp": f"{config.pp_rank}/{config.pp_size}",
-        "layers": f"{pool.start_layer}-{pool.end_layer}",  # stages may be cut anywhere
+        "layers": _layers(pool, anchor),
         "cp": f"{config.attn_cp_rank}/{config.attn_cp_size}",
         "dcp": f"{config.dcp_rank}/{config.dcp_size}",
     }
@@ -215,6 +216,12 @@ def pool_identity(
     if pool.storage_format_tag is not None:
         identity["page_format"] = pool.storage_format_tag
     return identity
+
+
+def _layers(pool: Any, anchor: Any) -> str:
+    """Layers a pool covers: stages of equal size may be cut anywhere. Mamba pools do not say."""
+    source = pool if hasattr(pool, "start_layer") else anchor
+    return f"{source.start_layer}-{source.end_layer}"
 
 
 def is_rank_sharded(pool_name: str, pool: Any) -> bool:

@@ -123,7 +123,8 @@ class CacheFlowStorage(HiCacheStorage):
 
     def _pool_store(self, name: str, pool: Any) -> PoolStore:
         pages = host_pages(pool)
-        identity = pool_identity(self._model, self._config, name, pages, pool)
+        anchor = self.mem_pool_host
+        identity = pool_identity(self._model, self._config, name, pages, pool, anchor)
         return PoolStore(pages, self._namespace(identity, pages.layout))
 
     def _namespace(self, identity: dict[str, str | int], layout: RecordLayout) -> Namespace:

@@ -1,7 +1,13 @@
 """Real SGLang host pools, small, without a device."""
 
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBufferLayout,
+    KVBuffers,
+    MambaStateBufferInfo,
+    MHABufferInfo,
+)
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import (
     AsymmetricMHATokenToKVPoolHost,
     MHATokenToKVPoolHost,
@@ -70,8 +76,17 @@ def mla_pool(layout: str, dtype: torch.dtype = torch.bfloat16):
     )
 
 
+def mamba_pool(layout: str):
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(LAYERS, SLOTS, HEADS, DIM),
+        conv=(torch.zeros(LAYERS, SLOTS, 5, dtype=torch.bfloat16),),
+    )
+    return MambaPoolHost(info, 2.0, 0, device_capacity=SLOTS, pin_memory=False, layout=layout)
+
+
 def fill_randomly(pool, seed: int = 0) -> None:
-    buffers = pool.kv_buffer if isinstance(pool.kv_buffer, tuple) else (pool.kv_buffer,)
+    held = pool.kv_buffer
+    buffers = held if isinstance(held, tuple | list) else (held,)
     generator = torch.Generator().manual_seed(seed)
     for buffer in buffers:
         raw = torch.randint(0, 256, buffer.view(torch.uint8).shape, generator=generator)

@@ -229,8 +229,9 @@ def test_shards_pools_and_page_sizes_are_apart_but_mla_ranks_share(checkpoints):
     pool = SimpleNamespace(**plain)
 
     def of(name="kv", pages=pages, pool=pool, **changes):
-        return pool_identity(subject, shard(**changes), name, pages, pool)
+        return pool_identity(subject, shard(**changes), name, pages, pool, anchor=moved)
 
+    layerless = SimpleNamespace(dtype="torch.bfloat16", storage_format_tag=None)
     tagged = SimpleNamespace(**(plain | {"storage_format_tag": "packed"}))
     moved = SimpleNamespace(**(plain | {"start_layer": 2, "end_layer": 10}))
     others = [
@@ -244,6 +245,7 @@ def test_shards_pools_and_page_sizes_are_apart_but_mla_ranks_share(checkpoints):
         of(pool=tagged),
         of(pool=moved),
     ]
+    assert of(pool=layerless)["layers"] == "2-10"
     assert of() not in others
     assert all(others.count(other) == 1 for other in others)
     assert of(is_mla_model=True) == of(is_mla_model=True, tp_rank=1)

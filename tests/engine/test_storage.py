@@ -264,6 +264,23 @@ def test_a_logical_anchor_stores_that_its_pages_are_there(sgl, make):
     assert backend.batch_get_v1(KEYS[:3], slots(pool, [2, 3, 4])) == [True, True, False]
 
 
+@pytest.mark.parametrize("layout", ("page_first", "page_first_direct"))
+def test_mamba_states_are_stored_whole_and_apart_on_each_rank(sgl, make, layout):
+    names = sgl.hicache.PoolName
+    kv, states = sgl.pools.mla_pool("page_first"), sgl.pools.mamba_pool(layout)
+    sgl.pools.fill_randomly(states)
+    ranks = [make(kv, rank, 2, mla=True) for rank in (0, 1)]
+    for backend in ranks:
+        backend.register_mem_host_pool_v2(states, names.MAMBA)
+    move = [transfer(sgl, names.MAMBA, states, [2, 5])]
+    wanted = [page_bytes(states, slot) for slot in (2, 5)]
+    assert ranks[0].batch_set_v2(move) == {names.MAMBA: [True, True]}
+    sgl.pools.fill_randomly(states, seed=1)
+    assert ranks[1].batch_get_v2(move) == {names.MAMBA: [False, False]}
+    assert ranks[0].batch_get_v2(move) == {names.MAMBA: [True, True]}
+    assert [page_bytes(states, slot) for slot in (2, 5)] == wanted
+
+
 def test_a_sidecar_registered_late_takes_part(sgl, make):
     kv, late = sgl.pools.mha_pool("layer_first"), sgl.pools.mla_pool("layer_first")
     backend = make(kv)
