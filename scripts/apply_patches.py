@@ -346,11 +346,12 @@ def describe_check(tree: Tree) -> str:
     """Return the line of --check."""
     if tree.state() == "applied":
         return f"{tree}: applied, {len(tree.patches())} patches intact"
+    command = f"{sys.argv[0]} --root {tree.root}"
     if tree.state() == "not applied":
-        return f"{tree}: not applied; run {sys.argv[0]} to apply {len(tree.patches())} patches"
+        return f"{tree}: not applied; run {command} to apply {len(tree.patches())} patches"
     return (
         f"{tree}: partly applied, without {', '.join(tree.missing())}; "
-        f"run {sys.argv[0]} to complete it, or with --revert to undo it"
+        f"run {command} to complete it, or with --revert to undo it"
     )
 
 

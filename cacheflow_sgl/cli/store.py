@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from cacheflow_sgl.engine.options import OptionsError, capacity_bytes, default_directory
+from cacheflow_sgl.engine.options import FLAG, OptionsError, capacity_bytes, default_directory
 from hicache_tiers import DiskStore, StoreError
 
 from .output import JsonOption, console, error_console, fail, write_json
@@ -119,8 +119,10 @@ def _opened(directory: Path) -> Iterator[DiskStore]:
         fail(str(error))
     try:
         yield store
-    except (StoreError, OptionsError) as error:
+    except StoreError as error:
         fail(str(error))
+    except OptionsError as error:
+        fail(str(error).replace(f"{FLAG}: ", "--"))
     finally:
         store.close()
 

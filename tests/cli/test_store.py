@@ -85,4 +85,4 @@ def test_a_folder_without_a_store_is_named_and_left_alone(tmp_path, command):
 def test_a_bad_capacity_is_one_line(directory):
     result = run(app, ["store", "gc", str(directory), "--capacity", "lots"])
     assert result.exit_code == 2
-    assert "'lots' is not a size" in result.output
+    assert "cacheflow: --capacity: 'lots' is not a size" in result.output
