@@ -162,6 +162,7 @@ def test_a_silent_server_is_an_error(answers: Answers):
 
 def test_no_server_is_an_error(answers: Answers):
     client = SglangClient(answers.url)
+    answers.shutdown()  # first: a thread that still polls the socket would keep it open
     answers.server_close()
     with pytest.raises(ServerError, match="refused"):
         client.server_info()
