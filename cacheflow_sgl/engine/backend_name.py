@@ -2,7 +2,7 @@
 
 SGLang keeps four lists: the choices of the flag, the factory's registry, the factory's way to
 construct each built-in, and the names whose pages move by the zero-copy v1 calls. A patched
-SGLang (patches/) has our name in all four; each hook then finds it there and does nothing.
+SGLang (patches/) has our name in all four; then nothing is entered a second time.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from typing import Any
 
 from hicache_tiers import DiskStore, StoreError
 
-from .namespace import new_run_id, remember_served_checkpoint
+from .namespace import new_run_id
 from .options import BACKEND, OptionsError, parse_options, read_extra_config
 from .version import UnsupportedSGLangError, check_sglang_version
 
@@ -88,11 +88,6 @@ def check_attach(
         if not _all_ranks_agree(attachment._cache, not refusal):
             return False, refusal or f"{BACKEND}: another rank refused; its log says why"
     return attach(attachment, storage_backend, storage_backend_extra_config_json, **policies)
-
-
-def after_attachment_made(_result: None, *_args: Any, **_kwargs: Any) -> None:
-    """After `StorageAttachment.__init__`: the weights are loaded, nothing is attached yet."""
-    remember_served_checkpoint()
 
 
 def _all_ranks_agree(cache: Any, agreed: bool) -> bool:

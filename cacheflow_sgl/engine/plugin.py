@@ -58,7 +58,7 @@ def _hook_backend_name() -> None:
 
 def _hook_weight_updates() -> None:
     """Stored pages follow the weights."""
-    _after(f"{_ATTACHMENT}.__init__", launch_checks.after_attachment_made)
+    _after(f"{_ATTACHMENT}.__init__", weight_updates.after_attachment_made)
     _around(f"{_WEIGHTS}.update_weights_from_disk", weight_updates.after_disk_update)
     for update in ("distributed", "tensor", "ipc"):
         target = f"{_WEIGHTS}.update_weights_from_{update}"

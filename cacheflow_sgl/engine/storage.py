@@ -84,15 +84,6 @@ class CacheFlowStorage(HiCacheStorage):
         adapters = [ref.lora_path for ref in get_lora().lora_paths or []]
         self._model = ModelIdentity(get_model(), draft_path, adapters, options.namespace)
         self._store = DiskStore.open(options.store_config())
-        usage = self._store.usage()
-        logger.info(
-            "cacheflow: %s holds %d pages, %.2f of %.2f GB; weights %s",
-            options.directory,
-            usage.records,
-            usage.used_bytes / 1e9,
-            usage.capacity_bytes / 1e9,
-            self._model.fields()["weights"],
-        )
         self._used: dict[str, Namespace] = {}  # every namespace of this run, by id
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, PoolStore] = {}
@@ -103,6 +94,18 @@ class CacheFlowStorage(HiCacheStorage):
         if served.updates:
             self.weights_changed(served.weights, flushed=served.flushed)
         live_backends.add(self)
+        self._say_what_is_there()
+
+    def _say_what_is_there(self) -> None:
+        usage = self._store.usage()
+        logger.info(
+            "cacheflow: %s holds %d pages, %.2f of %.2f GB; weights %s",
+            self._store.config.directory,
+            usage.records,
+            usage.used_bytes / 1e9,
+            usage.capacity_bytes / 1e9,
+            self._model.fields()["weights"],
+        )
 
     # ---- Pools ----
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .namespace import updated_weights
+from .namespace import remember_served_checkpoint, updated_weights
 
 
 class FollowsWeights(Protocol):
@@ -46,6 +46,11 @@ class ServedWeights:
 
 # Kept also while no backend is attached: one attached later must know.
 served = ServedWeights()
+
+
+def after_attachment_made(_result: None, *_args: Any, **_kwargs: Any) -> None:
+    """After `StorageAttachment.__init__`: the weights are loaded, nothing is attached yet."""
+    remember_served_checkpoint()
 
 
 def after_disk_update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
