@@ -188,9 +188,9 @@ class TwoPointers:
     def claim_load(self, tokens: int) -> Span | None:
         """Claim up to `tokens` tokens from a load pointer down.
 
-        In the front-most segment with room; stops at the compute pointer and at a hole. None where nothing is left to load (for now: a
-        compute claim may be returned), or `tokens` is less than a page. Each claim must end in
-        `landed` or `failed`.
+        In the front-most segment with room; not past the compute pointer, nor into a hole. None
+        where nothing is left to load (for now: a compute claim may be returned), or `tokens` is
+        less than a page. Each claim must end in `landed` or `failed`.
         """
         with self._lock:
             pair = next((pair for pair in self._pairs if pair.loadable), None)
