@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
+from cacheflow_sgl.core.plans import Way
 from cacheflow_sgl.core.report import Outcome, RestoreReport
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
 _RANK = ("tp_rank", "pp_rank", "dp_rank")
-_WAYS = ("recompute", "load", "split")
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 # Series -> its labels beside the rank, and what an operator reads.
@@ -77,10 +77,10 @@ class RestoreMetrics:
             self._counter("restored_tokens", way=way)
         for lane in ("compute", "io"):
             self._counter("restore_lane_busy_seconds", lane=lane)
-        for way in _WAYS:
-            _seconds().labels(**self._labels, way=way)
+        for chosen in Way:
+            _seconds().labels(**self._labels, way=chosen.value)
             for outcome in Outcome:
-                self._counter("restores", way=way, outcome=outcome.value)
+                self._counter("restores", way=chosen.value, outcome=outcome.value)
         for reason in fallback_reasons:
             self._counter("restore_fallbacks", reason=reason)
 
