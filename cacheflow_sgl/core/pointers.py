@@ -57,8 +57,8 @@ class _Pair:
         """Tokens on their way or landed."""
         return self.stop - self.load_pointer
 
-    def cut(self, failed: Span) -> list[_Pair]:
-        """Two pairs: what lies below the failed claim, and a new hole with what lies above it."""
+    def cut(self, failed: Span) -> tuple[_Pair, _Pair]:
+        """What lies below the failed claim (maybe nothing), and a new hole with what lies above."""
         below = _Pair(
             self.start,
             self.loadable_from,
@@ -75,7 +75,7 @@ class _Pair:
             failed.stop,
             {claim for claim in self.in_flight if claim > failed},
         )
-        return [below, above] if below.start < below.stop else [above]
+        return below, above
 
     def joined(self, above: _Pair) -> _Pair:
         """This pair, of which nothing will be loaded, as the front of the hole of the next one."""
@@ -121,7 +121,7 @@ class TwoPointers:
             raise ValueError(f"segments must be whole pages of {page} tokens: {segments}")
         self._page = page
         self._whole = Span(segments[0].start, segments[-1].stop)
-        # Compute has begun in the first only; that may be done, then the second is the current one.
+        # Compute has begun in the first only; pairs that are done are kept until the next claim.
         self._pairs = [_Pair.of(segment) for segment in segments]
         self._returnable: Span | None = None  # the last compute claim
         self._jumps: list[Span] = []

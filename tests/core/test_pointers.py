@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -222,11 +223,23 @@ def test_only_the_last_compute_claim_can_be_returned() -> None:
     with pytest.raises(ValueError, match="not a multiple"):
         two.return_compute(PAGE + 1)
     two.return_compute(PAGE)
+    with pytest.raises(ValueError, match="not in the last compute claim"):
+        two.return_compute(2 * PAGE)  # what was returned may be someone else's by now
     tail = load(two, 1)
     two.landed(tail)
     assert two.jump() == tail
     with pytest.raises(ValueError, match="not in the last compute claim"):
         two.return_compute(PAGE)
+
+
+def test_a_claim_that_found_no_room_ends_the_claim_before_it_too() -> None:
+    two = pointers("xx-x")
+    compute(two, 2)
+    load(two, 1)
+    assert two.claim_compute(0) is None
+    with pytest.raises(ValueError, match="not in the last compute claim"):
+        two.return_compute(PAGE)
+    assert two.position == 2 * PAGE
 
 
 def test_returning_does_not_touch_the_next_segment() -> None:
@@ -288,6 +301,41 @@ def test_a_broken_state_is_told_with_a_picture() -> None:
         two.check_integrity()
 
 
+SEEN = [
+    name
+    for name, member in vars(TwoPointers).items()
+    if isinstance(member, property) and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda two: two.claim_compute(PAGE),
+        lambda two: two.return_compute(0),
+        lambda two: two.jump(),
+        lambda two: two.claim_load(PAGE),
+        lambda two: two.landed(pages(3, 4)),
+        lambda two: two.failed(pages(3, 4)),
+        lambda two: two.stop_loading(),
+        lambda two: two.wait_for_loads(0),
+        lambda two: two.wait_for_change(0),
+        lambda two: two.check_integrity(),
+        *(operator.attrgetter(name) for name in SEEN),
+    ],
+)
+def test_everything_takes_its_turn(touch: Callable[[TwoPointers], object]) -> None:
+    two = pointers("xxxx")
+    compute(two, 1)
+    load(two, 1)
+    with ThreadPoolExecutor(1) as pool:
+        with two._lock:
+            turn = pool.submit(touch, two)
+            with pytest.raises(TimeoutError):
+                turn.result(0.01)
+        turn.result(10)
+
+
 @pytest.fixture
 def busy_switching() -> Iterator[None]:
     before = sys.getswitchinterval()
@@ -343,7 +391,7 @@ class Lanes:
 @pytest.mark.usefixtures("busy_switching")
 @pytest.mark.parametrize("seed", range(3))
 def test_two_io_lanes_and_compute_do_every_page_once(seed: int) -> None:
-    drawn = random.Random(seed).choices("x-", weights=[500, 1], k=12_000)
+    drawn = random.Random(seed).choices("x-", weights=[20, 1], k=12_000)
     two = pointers("".join([*drawn, "x"]))
     lanes = Lanes(two, seed)
     lanes.run()

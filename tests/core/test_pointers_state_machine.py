@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -134,15 +135,18 @@ class PointersMachine(RuleBasedStateMachine):
         self.model.turn(pages, State.UNCLAIMED, State.COMPUTED)
         self.returnable = pages or None
 
-    @precondition(lambda self: self.returnable is not None)
     @rule(data=st.data())
     def return_compute(self, data: st.DataObject) -> None:
-        assert self.returnable is not None
-        keep = data.draw(st.integers(self.returnable.start, self.returnable.stop))
-        self.two.return_compute((self.first + keep) * self.page)
-        back = range(keep, self.returnable.stop)
-        self.model.turn(back, State.COMPUTED, State.UNCLAIMED)
-        self.returnable = range(self.returnable.start, keep)
+        near = self.returnable or range(self.model.position, self.model.position)
+        keep = data.draw(st.integers(max(near.start - 1, 0), near.stop + 1))
+        token = (self.first + keep) * self.page
+        if self.returnable is None or not near.start <= keep <= near.stop:
+            with pytest.raises(ValueError, match="not in the last compute claim"):
+                self.two.return_compute(token)
+            return
+        self.two.return_compute(token)
+        self.model.turn(range(keep, near.stop), State.COMPUTED, State.UNCLAIMED)
+        self.returnable = range(near.start, keep)
 
     @rule()
     def jump(self) -> None:
