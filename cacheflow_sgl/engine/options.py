@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
+from cacheflow_sgl.core.policies import Policy
 from hicache_tiers import StoreConfig
 
 FLAG = "--hicache-storage-backend-extra-config"
@@ -53,6 +54,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         io_threads: threads that read and write records, a rank.
         io_deadline_s: seconds that one call for a batch of pages may take; what has not landed by
             then is a miss, or not stored. Below the 10 s that SGLang waits for its storage threads.
+        restore: how a prefix on the host comes back: ``cacheflow`` chooses the fastest way;
+            ``recompute``, ``load``, ``split`` and ``cake`` always take that one; ``sglang`` leaves
+            it to SGLang.
+        restore_decode_steps: steps that running requests get between two chunks of a restore. 0 is
+            SGLang's own order, which computes chunks first; more bounds what a restore costs them.
+        restore_trace: file for a Perfetto trace of all restores: a compute lane and an I/O lane.
         prefetch_threshold: SGLang's: fewest stored tokens worth fetching.
         prefetch_timeout_base: SGLang's: seconds a prefetch may take (policy ``timeout``).
         prefetch_timeout_per_ki_token: SGLang's: seconds added for each 1024 tokens.
@@ -67,6 +74,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     namespace: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
     io_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     io_deadline_s: Annotated[float, msgspec.Meta(gt=0, le=8)] = 5.0
+    restore: Policy = Policy.CACHEFLOW
+    restore_decode_steps: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    restore_trace: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     prefetch_threshold: Annotated[int, msgspec.Meta(ge=0)] = 256
     prefetch_timeout_base: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     prefetch_timeout_per_ki_token: Annotated[float, msgspec.Meta(ge=0)] = 0.25

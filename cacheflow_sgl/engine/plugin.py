@@ -4,12 +4,13 @@ Every seam is one function of one file here, hooked onto one SGLang function. SG
 a plugin raises, so an unsupported SGLang gets only the checks that can tell the user about it.
 """
 
+import importlib
 import logging
 from collections.abc import Callable
 
-from cacheflow_sgl import cpu
+from cacheflow_sgl import bench, cpu
 
-from . import backend_name, launch_checks, weight_updates
+from . import backend_name, forward_clock, launch_checks, weight_updates
 from .version import UnsupportedSGLangError, check_sglang_version
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,10 @@ _ATTACHMENT = f"{_MEM_CACHE}.unified_cache.storage_attachment.StorageAttachment"
 _LAYOUTS = "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility"
 _SERVER_ARGS = "sglang.srt.server_args"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MANAGERS = "sglang.srt.managers"
+_CHECKER = f"{_MANAGERS}.scheduler_components.invariant_checker.SchedulerInvariantChecker"
+_STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_WORKER = f"{_MANAGERS}.tp_worker.TpModelWorker"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
@@ -37,6 +42,9 @@ def register() -> None:
         cpu.register_hooks()
     _hook_backend_name()
     _hook_weight_updates()
+    _hook_restores()
+    if bench.is_active():
+        bench.register_hooks()
 
 
 def _hook_launch_checks() -> None:
@@ -65,6 +73,30 @@ def _hook_weight_updates() -> None:
         _around(target, weight_updates.after_memory_update)
     _around(f"{_WEIGHTS}.end_weight_update", weight_updates.after_memory_update)
     _after(f"{_SCHEDULER}.flush_cache", weight_updates.after_flush)
+
+
+def _hook_restores() -> None:
+    """Prefixes on the host come back by compute and load at once."""
+    _around(f"{_MEM_CACHE}.registry.create_unified_radix_cache", _later("radix_cache", "create"))
+    for add in ("add_one_req", "add_chunked_req"):
+        _around(f"{_MANAGERS}.schedule_policy.PrefillAdder.{add}", _later("admission", add))
+    _around(f"{_SCHEDULER}._get_new_batch_prefill_raw", _later("scheduling", "new_prefill_batch"))
+    _around(f"{_CHECKER}._get_total_uncached_sizes", _later("scheduling", "uncached_sizes"))
+    _around(
+        f"{_STREAMER}.is_request_level_customized_info_key",
+        _later("scheduling", "is_request_level"),
+    )
+    _around(f"{_WORKER}.forward_batch_generation", forward_clock.around_forward)
+
+
+def _later(module: str, name: str) -> Callable[..., object]:
+    """A hook of this package whose module imports SGLang's, which only its processes should."""
+
+    def hook(*args: object, **kwargs: object) -> object:
+        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return function(*args, **kwargs)
+
+    return hook
 
 
 def _around(target: str, hook: Callable[..., object]) -> None:
