@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
@@ -56,16 +55,16 @@ def add_one_req(
         return AddReqResult.OTHER
     if req.host_hit_length <= 0:
         return _admit_hit(cache, stock, adder, req)
-    choice = _choose(cache, adder, req, chunked)
+    choice = _choose(cache, adder, req)
     if isinstance(choice, Fallback):
         verdict = stock()
         if _is_admitted(adder, req):
             cache.note_fallback(req, choice)
         return verdict
-    if choice.plan.way is Way.LOAD:
+    if choice.plan.way is Way.LOAD or (choice.plan.way is Way.SPLIT and chunked):
         return _load_in_queue(cache, stock, adder, choice)
-    if choice.plan.way is Way.RECOMPUTE and not choice.probe:
-        return _admit_recompute(cache, stock, adder, choice)
+    if chunked or (choice.plan.way is Way.RECOMPUTE and not choice.probe):
+        return _admit_recompute(cache, stock, adder, choice, chunked)
     return _admit_split(cache, stock, adder, choice)
 
 
@@ -105,7 +104,7 @@ def add_chunked_req(add: Add, adder: Any, req: Any) -> Any:
     return result
 
 
-def _choose(cache: CacheFlowRadixCache, adder: Any, req: Any, chunked: bool) -> Restore | Fallback:
+def _choose(cache: CacheFlowRadixCache, adder: Any, req: Any) -> Restore | Fallback:
     """A planned restore with its host nodes pinned, or why there is none."""
     policy = cache.policy_of(req)
     if policy is Policy.SGLANG:
@@ -115,22 +114,20 @@ def _choose(cache: CacheFlowRadixCache, adder: Any, req: Any, chunked: bool) -> 
     host = cache.host_span_of(req)
     if host is None:
         return Fallback.HOST_SPAN
-    plan, probe = cache.plan(policy, host.span)
-    if plan.way is Way.SPLIT and chunked:
-        return Fallback.NO_CHUNK
-    if plan.way is Way.SPLIT and (adder.rem_chunk_tokens or 0) < cache.page_size:
+    if adder.rem_chunk_tokens < cache.page_size and not adder.can_run_list:
         return Fallback.SMALL_CHUNK
-    if probe and not chunked:
-        plan = replace(plan, reason=f"{plan.reason}; one page measures the link")
-    restore = cache.new_restore(req, host, policy, plan)
-    restore.probe = probe and not chunked
-    return restore
+    plan, probe = cache.plan(policy, host.span)
+    return cache.new_restore(req, host, policy, plan, probe=probe)
 
 
 def _load_in_queue(
     cache: CacheFlowRadixCache, stock: Callable[[], Any], adder: Any, restore: Restore
 ) -> Any:
-    """Load all of the prefix while the request waits; it takes no part in this step."""
+    """Load the prefix while the request waits; it takes no part in this step.
+
+    Either all of it is to be loaded, or the request is to be split and another one is computed in
+    chunks now: then it becomes a split as soon as that is done.
+    """
     req = restore.req
     with adder._lock_node(req.last_node):
         verdict = adder._select_prefill_admission(
@@ -155,12 +152,18 @@ def _load_in_queue(
 
 
 def _admit_recompute(
-    cache: CacheFlowRadixCache, stock: Callable[[], Any], adder: Any, restore: Restore
+    cache: CacheFlowRadixCache,
+    stock: Callable[[], Any],
+    adder: Any,
+    restore: Restore,
+    chunked: bool,
 ) -> Any:
     """Compute it all, as if the host had nothing."""
     restore.req.host_hit_length = 0
-    verdict = stock()
     cache.discard(restore)
+    if chunked and not _fits_whole(adder, restore.req):
+        return AddReqResult.OTHER
+    verdict = stock()
     if _is_admitted(adder, restore.req):
         cache.note_recompute(restore)
     return verdict
@@ -174,9 +177,9 @@ def _admit_split(
     `restore` is new, or has been loading in the queue and its loads are late.
     """
     req, pointers, queued = restore.req, restore.pointers, restore.lock is not None
-    budget = page_floor(adder.rem_chunk_tokens or 0, cache.page_size)
+    budget = page_floor(adder.rem_chunk_tokens, cache.page_size)
     claim = pointers.claim_compute(min(budget, cache.compute_claim_size(restore)))
-    if claim is None:
+    if claim is None:  # the rest is being loaded, or others have filled this step's chunk
         if not queued:
             cache.discard(restore)
         return AddReqResult.CONTINUE if queued else AddReqResult.OTHER

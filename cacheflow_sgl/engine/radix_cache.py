@@ -157,10 +157,13 @@ class CacheFlowRadixCache(UnifiedRadixCache):
 
     # -- life of a restore (scheduler thread)
 
-    def new_restore(self, req: Any, host: HostSpan, policy: Policy, plan: Plan) -> Restore:
+    def new_restore(
+        self, req: Any, host: HostSpan, policy: Policy, plan: Plan, *, probe: bool = False
+    ) -> Restore:
         """A restore with its host nodes pinned, and nothing else yet."""
         now_s = time.perf_counter()
         restore = Restore.planned(req, host, policy, plan, page=self.page_size, now_s=now_s)
+        restore.probe = probe
         # A lock on the anchor protects the anchor alone: a host copy further up goes once another
         # request has brought its node back to the device.
         restore.pins = [(node, self.inc_host_lock_ref(node).to_dec_params()) for node in host.nodes]
@@ -243,7 +246,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
             self.metrics.fell_back(reason.value)
 
     def note_recompute(self, restore: Restore) -> None:
-        """A request was admitted as a plain recompute, by choice."""
+        """A request was admitted as a plain recompute, by choice: all will be computed."""
+        restore.pointers.claim_compute(restore.span.tokens)
         self._report(restore, Outcome.RECOMPUTED)
 
     def wait_for_load(self, timeout_s: float) -> None:
