@@ -29,9 +29,9 @@ def meeting_point_bound(
 ) -> MeetingPoint:
     """Exact least max(C(m), L(N - m)) over all meeting points m.
 
-    C is piecewise linear through the measured chunks, so a part of a chunk is taken to cost its part
-    of the time, which no real forward beats. L(n) is the latency and n tokens at the link's rate, and
-    nothing where nothing is loaded.
+    C is piecewise linear through the measured chunks, so a part of a chunk is taken to cost its
+    part of the time, which no real forward beats. L(n) is the latency and n tokens at the link's
+    rate, and nothing where nothing is loaded.
 
     Args:
         chunk_seconds: (rows, seconds) of each chunk of a recompute-only run, front to back.

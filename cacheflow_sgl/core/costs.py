@@ -1,8 +1,8 @@
 """What a forward and a load cost, in seconds, learned from those that have just run.
 
-Both costs are sums of a few non-negative terms. They are fitted to the last samples by least squares
-on relative errors, so that a small sample counts as much as a large one. Recent samples weigh more,
-stray ones hardly anything, and a change that lasts wins within a few samples.
+Both costs are sums of a few non-negative terms. They are fitted to the last samples by least
+squares on relative errors, so that a small sample counts as much as a large one. Recent samples
+weigh more, stray ones hardly anything, and a change that lasts wins within a few samples.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 _Array = npt.NDArray[np.float64]
 
 MIN_ROWS = 64
-"""Smallest forward that is a sample: a smaller one mostly shows the base, and a rate guessed from it
-would be several times too slow for a chunk."""
+"""Smallest forward that is a sample: a smaller one mostly shows the base, and a rate guessed from
+it would be several times too slow for a chunk."""
 
 _WINDOW = 64
 _ROUNDS = 12
@@ -37,7 +37,7 @@ _FASTEST = 1e15
 """Bytes a second at which a link whose samples show no cost per byte is taken."""
 
 
-class UnknownCost(LookupError):
+class UnknownCost(LookupError):  # noqa: N818
     """Nothing has been measured yet that a prediction could stand on."""
 
 
@@ -103,7 +103,8 @@ def _robust_factors(terms: _Array, seconds: _Array, weights: _Array) -> _Array:
     It starts with errors relative to the measured time, which favours the fast samples: what strays
     (a compilation, a busy neighbour) is nearly always slow.
     """
-    scale, trust = seconds, weights
+    scale: _Array = seconds
+    trust = weights
     factors = np.zeros(terms.shape[1])
     for _ in range(_ROUNDS):
         last = factors
@@ -134,20 +135,21 @@ def _non_negative(terms: _Array, target: _Array, weights: _Array) -> _Array:
 
 def _best_subset(gram: _Array, goal: _Array) -> _Array:
     """The best solution among those with some factors zero and none negative."""
-    best, least = np.zeros(len(goal)), math.inf
+    best = np.zeros(len(goal))
+    least = math.inf
     for size in range(1, len(goal)):
         for chosen in combinations(range(len(goal)), size):
             candidate = np.zeros(len(goal))
             rows = list(chosen)
             candidate[rows] = np.linalg.solve(gram[np.ix_(rows, rows)], goal[rows])
-            error = candidate @ gram @ candidate - 2 * goal @ candidate
+            error = float(candidate @ gram @ candidate - 2 * goal @ candidate)
             if (candidate >= 0).all() and error < least:
                 best, least = candidate, error
     return best
 
 
 def _lasting_change(ratios: _Array) -> tuple[int, float] | None:
-    """Where the last samples began to be off to one side, and by what factor; None if they aren't."""
+    """Since which sample all are off to one side, and by what factor; None if too few are."""
     for away in (ratios > _CHANGE, ratios < 1 / _CHANGE):
         inside = np.flatnonzero(~away)
         since = int(inside[-1]) + 1 if len(inside) else 0
@@ -159,7 +161,8 @@ def _lasting_change(ratios: _Array) -> tuple[int, float] | None:
 class ComputeCost:
     """Seconds of one forward: base + rows * a + rows * (start + rows / 2) * b, all non-negative.
 
-    The last term is attention: each row reads the KV of the tokens before it. Any thread may use it.
+    The last term is attention: each row reads the KV of the tokens before it. Any thread may use
+    it.
     """
 
     def __init__(self) -> None:
@@ -228,7 +231,7 @@ class LinkCost:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth in bytes a second, finite and positive; `UnknownCost` if nothing was observed."""
+        """Bytes a second, finite and positive; `UnknownCost` if nothing was observed."""
         return 1 / max(self._fit.factors()[1], 1 / _FASTEST)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cacheflow_sgl.core.costs import ComputeCost, LinkCost
 from cacheflow_sgl.core.geometry import Span, page_ceil, page_floor
@@ -19,7 +19,7 @@ MARGIN = 0.10
 _LATENCIES_PER_LOAD = 4
 """A load takes at least this many latencies, so that latency never dominates the link."""
 _COARSE_CHUNKS = 8
-"""While the gap holds more chunks than this, the predicted walk takes several at a time."""
+"""While compute has more chunks ahead than this, the predicted walk takes several at a time."""
 
 
 class Way(enum.StrEnum):
@@ -76,8 +76,8 @@ class Costs:
 def plan(span: Span, *, chunk: int, page: int, costs: Costs) -> Plan:
     """Choose the way for `span` (page-aligned) from what both lanes are predicted to take.
 
-    A split must save `MARGIN` of the better single way; of equal single ways loading is taken, for it
-    leaves the GPU free. With a cost unknown it is a split: that measures both lanes.
+    A split must save `MARGIN` of the better single way; of equal single ways loading is taken, for
+    it leaves the GPU free. With a cost unknown it is a split: that measures both lanes.
     """
     if span.tokens < 2 * page:
         return Plan(Way.LOAD, "prefix shorter than 2 pages", span.start, {})
@@ -141,21 +141,22 @@ def compute_claim(
     """Tokens that the next forward should take: a chunk, less near the meeting.
 
     There it takes what lets the forward end when the loads have come down to it. Loads go on while
-    forwards that were launched before still run, so their time counts too. Never less than two pages,
-    or a forward would cost its base for nothing; never a page that takes the link longer than adding
-    it to this forward.
+    forwards that were launched before still run, so their time counts too. Never less than two
+    pages, or a forward would cost its base for nothing.
 
     Args:
         position: first token that no forward has been given.
         gap: unclaimed tokens from `position` up, whole pages.
-        load_in_flight: tokens of load claims that have not landed.
+        load_in_flight: tokens of load claims that are still to land.
         chunk: most tokens of one forward.
         page: tokens of a page.
         costs: what is known of both lanes.
         compute_in_flight_s: predicted seconds until the forwards already launched are done.
 
     Returns:
-        A multiple of `page`, at least one page and at most `gap`; 0 only if `gap` holds no page.
+        A multiple of `page`, at least one page and at most `gap`. 0 if `gap` holds no page; and
+        also while both lanes are busy and the loads are predicted to bring the rest before the
+        least forward would end: it is better to wait then, and to ask again.
     """
     most = _whole_pages(chunk, gap, page)
     least = min(2 * page, most)
@@ -170,6 +171,8 @@ def compute_claim(
 
     if compute_s(most) <= loads_s(most):
         return most
+    if load_in_flight and compute_in_flight_s and loads_s(0) <= compute_s(least):
+        return 0
     # Both are monotone: bisect by pages for the last claim whose forward ends before the loads do.
     early, late = 0, most
     while late - early > page:
@@ -184,8 +187,8 @@ def compute_claim(
 def load_claim(*, position: int, gap: int, chunk: int, page: int, costs: Costs) -> int:
     """Tokens that the next load should take: what the link moves in half a compute step.
 
-    Near the meeting at most a quarter of the gap, for the last load in flight is the only one that is
-    waited for; but not so few that latency dominates.
+    Near the meeting at most a quarter of the gap, for the last load in flight is the only one that
+    is waited for; but not so few that latency dominates.
 
     Args:
         position: first token that no forward has been given.
@@ -219,9 +222,10 @@ class _Walk:
     chunk: int
     page: int
     costs: Costs
-    _load_in_flight: int = 0
-    _compute_free_s: float = field(default=0.0)
-    _link_free_s: float = field(default=0.0)
+    _compute_free_s: float = 0.0
+    _link_free_s: float = 0.0
+    _load_tokens: int = 0
+    _load_s: float = 0.0
 
     def run(self) -> float:
         """Seconds until both lanes are done; `position` is then the first loaded token."""
@@ -234,12 +238,20 @@ class _Walk:
 
     @property
     def _coarse(self) -> int:
-        """Claims taken at once: a long prefix needs no more steps than a short one to predict."""
-        return max(1, self.gap // (_COARSE_CHUNKS * self.chunk))
+        """Claims taken at once, so that a long prefix takes few more steps than a short one."""
+        load_s = self.costs.load_s(self.gap)
+        compute_s = self.costs.compute.seconds(self.position, self.gap)
+        to_compute = int(self.gap * load_s / (load_s + compute_s))
+        return max(1, to_compute // (_COARSE_CHUNKS * self.chunk))
+
+    @property
+    def _load_in_flight(self) -> int:
+        """Tokens of the last load that are still to land when compute is free."""
+        rest_s = self._link_free_s - self._compute_free_s
+        return round(self._load_tokens * rest_s / self._load_s) if self._load_s else 0
 
     def _compute(self) -> None:
-        count = self._coarse
-        tokens = self.chunk
+        count, tokens = self._coarse, self.chunk
         if count == 1:
             tokens = compute_claim(
                 position=self.position,
@@ -248,7 +260,6 @@ class _Walk:
                 chunk=self.chunk,
                 page=self.page,
                 costs=self.costs,
-                compute_in_flight_s=0.0,
             )
         self._compute_free_s += self.costs.chunks_s(self.position, tokens, count)
         self.position += count * tokens
@@ -259,6 +270,7 @@ class _Walk:
             position=self.position, gap=self.gap, chunk=self.chunk, page=self.page, costs=self.costs
         )
         count = max(1, min(self._coarse, self.gap // (4 * tokens)))
-        self._link_free_s += count * self.costs.load_s(tokens)
+        self._load_s = count * self.costs.load_s(tokens)
+        self._load_tokens = count * tokens
+        self._link_free_s += self._load_s
         self.gap -= count * tokens
-        self._load_in_flight = tokens
