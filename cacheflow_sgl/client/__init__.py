@@ -1,6 +1,14 @@
 """Talking to a running SGLang server over HTTP, and starting and stopping one."""
 
-from cacheflow_sgl.client.http import CachedTokens, Generation, Metrics, ServerError, SglangClient
+from cacheflow_sgl.client.http import (
+    CachedTokens,
+    Generation,
+    Metrics,
+    ServerError,
+    SglangClient,
+    Stream,
+    StreamEvent,
+)
 from cacheflow_sgl.client.process import ServerProcess, ServerStartError
 
 __all__ = [
@@ -11,4 +19,6 @@ __all__ = [
     "ServerProcess",
     "ServerStartError",
     "SglangClient",
+    "Stream",
+    "StreamEvent",
 ]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -81,6 +84,83 @@ class Generation:
             finish_reason=(meta.get("finish_reason") or {}).get("type", ""),
             latency_s=meta["e2e_latency"],
         )
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One event of a streamed answer.
+
+    Attributes:
+        at_s: when it came, in seconds of `time.perf_counter`.
+        answer: SGLang's JSON, with everything generated so far.
+    """
+
+    at_s: float
+    answer: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return int(self.answer["meta_info"]["completion_tokens"])
+
+
+class Stream:
+    """A streamed `/generate` request on its way; iterating waits for its events.
+
+    Closing it before its end ends the request on the server too. Iterating raises `ServerError`
+    as the calls of `SglangClient` do.
+
+    Attributes:
+        sent_s: when the request was sent, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(
+        self, call: str, connection: http.client.HTTPConnection, sent_s: float, timeout_s: float
+    ) -> None:
+        self.sent_s = sent_s
+        self._call = call
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._response: http.client.HTTPResponse | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        with _server_errors(self._call, self._timeout_s):
+            response = self._response = self._connection.getresponse()
+            if response.status != 200:
+                raise _refusal(self._call, response.status, response.read())
+            while line := response.readline():
+                at_s = time.perf_counter()
+                if line == b"data: [DONE]\n":
+                    return
+                if line.startswith(b"data: "):
+                    yield StreamEvent(at_s, self._answer(line.removeprefix(b"data: ")))
+        raise ServerError(f"{self._call}: the stream ended before its answer")
+
+    def _answer(self, data: bytes) -> dict[str, Any]:
+        try:
+            answer = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ServerError(f"{self._call}: an event is no JSON object") from error
+        if "error" in answer:
+            raise ServerError(f"{self._call}: {answer['error'].get('message')}")
+        return answer
 
 
 @dataclass(frozen=True)
@@ -154,18 +234,46 @@ class SglangClient:
 
         Requests with different values of `extra_key` share no cached prefix.
         """
-        body: dict[str, Any] = {
-            "text" if isinstance(prompt, str) else "input_ids": prompt,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-            },
-            "return_logprob": logprobs,
-        }
+        body = _greedy(prompt, max_new_tokens, logprobs)
         if extra_key is not None:
             body["extra_key"] = extra_key
         return Generation.from_answer(self._json("POST", "/generate", body))
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        logprobs: bool = False,
+        rid: str | None = None,
+        custom_params: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Send `prompt` for greedy output that comes token by token.
+
+        Args:
+            prompt: text or token ids.
+            max_new_tokens: tokens to generate.
+            logprobs: whether to ask for the logprobs of the output.
+            rid: name of the request, unique among those on the server; one of SGLang's by default.
+            custom_params: values that plugins of the server read.
+        """
+        body = _greedy(prompt, max_new_tokens, logprobs) | {"stream": True}
+        if rid is not None:
+            body["rid"] = rid
+        if custom_params is not None:
+            body["sampling_params"]["custom_params"] = dict(custom_params)
+        payload = msgspec.json.encode(body)
+        headers = self._headers() | {"Content-Type": "application/json"}
+        connection = self._connection_class(self._address, timeout=self.timeout_s)
+        call = f"POST {self.url}/generate"
+        sent_s = time.perf_counter()
+        try:
+            with _server_errors(call, self.timeout_s):
+                connection.request("POST", f"{self._path}/generate", payload, headers)
+        except ServerError:
+            connection.close()
+            raise
+        return Stream(call, connection, sent_s, self.timeout_s)
 
     def flush_cache(self, *, wait_s: float = 30) -> None:
         """Drop every prefix from device and host; storage keeps its pages.
@@ -217,29 +325,53 @@ class SglangClient:
         except msgspec.DecodeError as error:
             raise ServerError(f"{method} {self.url}{path}: the answer is no JSON object") from error
 
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        headers = self._headers()
         payload = None
         if body is not None:
             headers["Content-Type"] = "application/json"
             payload = msgspec.json.encode(body)
         connection = self._connection_class(self._address, timeout=self.timeout_s)
+        call = f"{method} {self.url}{path}"
         try:
-            connection.request(method, self._path + path, payload, headers)
-            response = connection.getresponse()
-            answer = response.read()
-        except TimeoutError as error:
-            raise ServerError(
-                f"{method} {self.url}{path}: no answer in {self.timeout_s:g} s"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise ServerError(f"{method} {self.url}{path}: {reason}") from error
+            with _server_errors(call, self.timeout_s):
+                connection.request(method, self._path + path, payload, headers)
+                response = connection.getresponse()
+                answer = response.read()
         finally:
             connection.close()
         if response.status != 200:
-            said = " ".join(answer.decode(errors="replace").split())[:500]
-            raise ServerError(
-                f"{method} {self.url}{path}: HTTP {response.status}: {said}", response.status
-            )
+            raise _refusal(call, response.status, answer)
         return answer
+
+
+def _greedy(prompt: str | Sequence[int], max_new_tokens: int, logprobs: bool) -> dict[str, Any]:
+    """Body of a `/generate` request."""
+    return {
+        "text" if isinstance(prompt, str) else "input_ids": prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": True,
+        },
+        "return_logprob": logprobs,
+    }
+
+
+@contextmanager
+def _server_errors(call: str, timeout_s: float) -> Iterator[None]:
+    """Turn what the network raises into a `ServerError` that names the call."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise ServerError(f"{call}: no answer in {timeout_s:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{call}: {str(error) or type(error).__name__}") from error
+
+
+def _refusal(call: str, status: int, answer: bytes) -> ServerError:
+    said = " ".join(answer.decode(errors="replace").split())[:500]
+    return ServerError(f"{call}: HTTP {status}: {said}", status)
