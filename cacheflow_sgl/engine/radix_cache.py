@@ -61,22 +61,23 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         clock: times the forwards.
     """
 
-    restores: dict[str, Restore]
-    planner: Planner | None = None
-    clock: ForwardClock
-
     # -- set-up
 
-    def init_hicache(self, server_args: Any, params: Any) -> None:
-        """Set HiCache up, and the restores where this server supports them."""
-        self.restores = {}
-        super().init_hicache(server_args, params)
+    def __init__(self, params: Any) -> None:
+        """`params` is SGLang's `CacheInitParams`."""
+        self.restores: dict[str, Restore] = {}
+        self.planner: Planner | None = None
         self.clock = ForwardClock(_timing_event_maker())
         self._loaded_while_queued: dict[str, int] = {}
         self._failed_in_queue: set[str] = set()
         self._recomputes = 0
         self._timeline: Timeline | None = None
         self._metrics: RestoreMetrics | None = None
+        super().__init__(params)
+
+    def init_hicache(self, server_args: Any, params: Any) -> None:
+        """Set HiCache up, and the restores where this server supports them."""
+        super().init_hicache(server_args, params)
         reason = unsupported_server(server_args, self)
         if reason is not None:
             logger.info(
@@ -101,8 +102,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
     @property
     def options(self) -> Options | None:
         """The options of our storage backend while it is attached."""
-        storage = getattr(self.cache_controller, "storage_backend", None)
-        return storage.options if isinstance(storage, CacheFlowStorage) else None
+        storage = self._storage
+        return None if storage is None else storage.options
 
     # -- decisions (called by admission)
 
@@ -242,8 +243,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
     def note_fallback(self, req: Any, reason: Fallback) -> None:
         """A request with a prefix on the host was admitted by SGLang's own path."""
         _set_report(req, {"policy": Policy.SGLANG.value, "way": "sglang", "reason": reason.value})
-        if self.metrics is not None:
-            self.metrics.fell_back(reason.value)
+        if self._metrics is not None:
+            self._metrics.fell_back(reason.value)
 
     def note_recompute(self, restore: Restore) -> None:
         """A request was admitted as a plain recompute, by choice: all will be computed."""
@@ -265,6 +266,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         super().check_hicache_events()
         if self.planner is None:
             return
+        self._export_metrics()
         self._learn_from_forwards()
         now_s = time.perf_counter()
         for restore in [r for r in self.restores.values() if not r.admitted]:
@@ -287,7 +289,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         """Evict; where the tree cannot give enough, the youngest waiting restores give way."""
         result = super()._evict(params, *args, **kwargs)
         short = params.num_tokens - result.num_tokens_evicted
-        waiting = [r for r in getattr(self, "restores", {}).values() if not r.admitted]
+        waiting = [r for r in self.restores.values() if not r.admitted]
         while short > 0 and waiting:
             restore = waiting.pop()
             short -= restore.private.tokens
@@ -296,7 +298,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         """Forget everything; the allocator is cleared by whoever calls."""
-        for restore in list(getattr(self, "restores", {}).values()):
+        for restore in list(self.restores.values()):
             self._loader.withdraw(restore)
             del self.restores[restore.req.rid]
         super().reset()
@@ -328,12 +330,15 @@ class CacheFlowRadixCache(UnifiedRadixCache):
     # -- inside
 
     @property
-    def metrics(self) -> RestoreMetrics | None:
-        """Our series, made on first use, where SGLang exports metrics."""
-        if self._metrics is None and self._enable_metrics_flag:
-            ranks = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
-            self._metrics = RestoreMetrics(ranks, [reason.value for reason in Fallback])
-        return self._metrics
+    def _storage(self) -> CacheFlowStorage | None:
+        storage = getattr(self.cache_controller, "storage_backend", None)
+        return storage if isinstance(storage, CacheFlowStorage) else None
+
+    def _export_metrics(self) -> None:
+        """Have our series appear at zero, once, where SGLang exports metrics."""
+        storage = self._storage
+        if self._metrics is None and self._enable_metrics_flag and storage is not None:
+            self._metrics = RestoreMetrics(storage.rank_labels, [word.value for word in Fallback])
 
     def _transfer(self, restore: Restore, claim: Span) -> int:
         """Copy from host to device and wait for it (I/O thread); bytes moved."""
@@ -438,8 +443,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
     def _report(self, restore: Restore, outcome: Outcome) -> RestoreReport:
         report = restore.report(outcome, time.perf_counter())
         _set_report(restore.req, report.as_dict())
-        if self.metrics is not None:
-            self.metrics.finished(report)
+        if self._metrics is not None:
+            self._metrics.finished(report)
         options = self.options
         if options is not None and options.restore_trace is not None:
             if self._timeline is None:

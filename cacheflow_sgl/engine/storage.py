@@ -79,6 +79,9 @@ class CacheFlowStorage(HiCacheStorage):
         extra_config = dict(storage_config.extra_config or {})
         extra_config.pop("file_storage_path", None)  # SGLang adds it to every backend's options
         self.options = options = parse_options(extra_config)
+        self.rank_labels = {
+            name: str(getattr(storage_config, name)) for name in ("tp_rank", "pp_rank", "dp_rank")
+        }
         self._config = storage_config
         draft_path = get_spec().speculative_draft_model_path
         adapters = [ref.lora_path for ref in get_lora().lora_paths or []]
