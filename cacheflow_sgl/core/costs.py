@@ -27,7 +27,7 @@ _WINDOW = 64
 _ROUNDS = 12
 _STRAY = 0.25
 """A sample this far off its prediction (1.25x or 1/1.25x) counts half."""
-_CHANGE = 1.3
+_CHANGE = 1.4
 _CHANGE_SAMPLES = 4
 """This many samples in a row, all this factor off to the same side, are a change and not strays."""
 _PRIOR = 0.01
@@ -90,9 +90,12 @@ class _Fit:
         factors = _robust_factors(terms, seconds, weights)
         change = _lasting_change(seconds / (terms @ factors))
         if change is not None:
-            # The shape of what was known still holds, its level doesn't.
+            # The shape of what was known still holds, its level doesn't. The samples are moved to
+            # the new one for good: a mixture of levels would soon pass for another shape.
             since, ratio = change
             seconds[:since] *= ratio
+            for at, sample in enumerate(self.samples[:since]):
+                self.samples[at] = sample._replace(seconds=sample.seconds * ratio)
             factors = _robust_factors(terms, seconds, weights)
         return tuple(factors.tolist())
 

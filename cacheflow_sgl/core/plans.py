@@ -205,7 +205,8 @@ def load_claim(*, position: int, gap: int, chunk: int, page: int, costs: Costs) 
     tokens_per_s = costs.link.bytes_per_s / costs.bytes_per_token
     half_step = costs.compute.seconds(position, chunk) / 2 * tokens_per_s
     efficient = _LATENCIES_PER_LOAD * costs.link.latency_s * tokens_per_s
-    return _whole_pages(int(max(min(half_step, gap / 4), efficient)), gap, page)
+    tokens = round(max(min(half_step, gap / 4), efficient) / page) * page
+    return _whole_pages(tokens, gap, page)
 
 
 def _whole_pages(tokens: int, gap: int, page: int) -> int:
