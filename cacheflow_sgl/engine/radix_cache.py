@@ -148,6 +148,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         """Tokens that the next forward of this restore should take."""
         assert self.planner is not None
         now_s = time.perf_counter()
+        if self._load_is_overdue(restore, now_s):
+            return min(self.planner.chunk, restore.pointers.gap)  # loads cannot be counted on
         return self.planner.compute_claim(
             restore.policy,
             position=restore.pointers.position,
@@ -394,16 +396,20 @@ class CacheFlowRadixCache(UnifiedRadixCache):
                     restore.compute_lane.add(forward.interval, span)
 
     def _is_late(self, restore: Restore, now_s: float) -> bool:
-        """The watchdog of an all-load: whether a load takes much longer than predicted."""
+        """The watchdog of an all-load: whether it takes much longer than predicted."""
+        expected_s = restore.plan.expected_s.get(Way.LOAD)
+        return self._load_is_overdue(restore, now_s) or is_overdue(
+            now_s - restore.began_s, expected_s
+        )
+
+    def _load_is_overdue(self, restore: Restore, now_s: float) -> bool:
+        """Whether its load under way takes much longer than predicted."""
         assert self.planner is not None
-        costs = self.planner.costs
-        if not costs.known:
+        loading = restore.loading
+        if loading is None or not self.planner.costs.known:
             return False
-        if (loading := restore.loading) is not None:
-            claim, began_s = loading
-            if is_overdue(now_s - began_s, costs.load_s(claim.tokens)):
-                return True
-        return is_overdue(now_s - restore.began_s, restore.plan.expected_s.get(Way.LOAD))
+        claim, began_s = loading
+        return is_overdue(now_s - began_s, self.planner.costs.load_s(claim.tokens))
 
     def _publish(self, restore: Restore) -> None:
         """All of a waiting request's prefix has landed: put it into the tree."""
