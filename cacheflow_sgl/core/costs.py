@@ -30,9 +30,11 @@ _STRAY = 0.25
 _CHANGE = 1.4
 _CHANGE_SAMPLES = 4
 """This many samples in a row, all this factor off to the same side, are a change and not strays."""
-_PRIOR = 0.01
-"""Weight of the belief that base, latency and attention are zero; one sample weighs 1. It decides
-only where the samples don't: all of one size, or of sizes that noise makes indistinguishable."""
+_BELIEVED_SHARE = 0.5
+"""Base, latency and attention are believed to be no part of the time, give or take this share.
+It decides only where the samples don't: all of one size, or sizes that noise makes alike."""
+_DOUBT = 0.08
+"""Squared relative errors added to those seen, so that few samples are taken for noisy ones."""
 _FASTEST = 1e15
 """Bytes a second at which a link whose samples show no cost per byte is taken."""
 
@@ -108,26 +110,31 @@ def _robust_factors(terms: _Array, seconds: _Array, weights: _Array) -> _Array:
     """
     scale: _Array = seconds
     trust = weights
+    variance = _STRAY**2
     factors = np.zeros(terms.shape[1])
     for _ in range(_ROUNDS):
         last = factors
-        factors = _non_negative(terms / scale[:, None], seconds / scale, trust)
+        factors = _non_negative(terms / scale[:, None], seconds / scale, trust, variance)
         scale = terms @ factors
         off = np.maximum(scale / seconds, seconds / scale) - 1
         trust = weights / (1 + (off / _STRAY) ** 2)
+        variance = (float(trust @ off**2) + _DOUBT) / float(trust.sum())
         if (np.abs(factors - last) <= 1e-4 * factors).all():
             break
     return factors
 
 
-def _non_negative(terms: _Array, target: _Array, weights: _Array) -> _Array:
-    """Exact non-negative weighted least squares for two or three terms."""
+def _non_negative(terms: _Array, target: _Array, weights: _Array, variance: float) -> _Array:
+    """Exact non-negative weighted least squares for two or three terms.
+
+    The noisier the samples (`variance` of relative errors), the more weighs what is believed.
+    """
     weighted = terms * weights[:, None]
     gram = weighted.T @ terms
     norms = np.sqrt(np.diag(gram))
     gram /= np.outer(norms, norms)
     goal = (weighted.T @ target) / norms
-    believed_zero = np.full(len(norms), _PRIOR / weights.sum())
+    believed_zero = np.full(len(norms), variance / _BELIEVED_SHARE**2 / weights.sum())
     believed_zero[1] = 0.0
     gram += np.diag(believed_zero + 1e-12)
     solution = np.linalg.solve(gram, goal)

@@ -188,7 +188,7 @@ def load_claim(*, position: int, gap: int, chunk: int, page: int, costs: Costs) 
     """Tokens that the next load should take: what the link moves in half a compute step.
 
     Near the meeting at most a quarter of the gap, for the last load in flight is the only one that
-    is waited for; but not so few that latency dominates.
+    is waited for; but up to half of it where latency would dominate otherwise.
 
     Args:
         position: first token that no forward has been given.
@@ -205,7 +205,7 @@ def load_claim(*, position: int, gap: int, chunk: int, page: int, costs: Costs) 
     tokens_per_s = costs.link.bytes_per_s / costs.bytes_per_token
     half_step = costs.compute.seconds(position, chunk) / 2 * tokens_per_s
     efficient = _LATENCIES_PER_LOAD * costs.link.latency_s * tokens_per_s
-    tokens = round(max(min(half_step, gap / 4), efficient) / page) * page
+    tokens = round(max(min(half_step, gap / 4), min(efficient, gap / 2)) / page) * page
     return _whole_pages(tokens, gap, page)
 
 

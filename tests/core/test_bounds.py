@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheflow_sgl.core.bounds import MeetingPoint, harmonic_bound, meeting_point_bound
@@ -26,6 +26,7 @@ def split_s(
     return max(float(np.interp(token, edges, done)), load_s)
 
 
+@settings(deadline=None)
 @given(chunks, st.floats(0, 0.05), st.floats(0, 2), st.data())
 def test_no_split_is_faster(
     chunk_seconds: list[tuple[int, float]],
@@ -40,6 +41,7 @@ def test_no_split_is_faster(
     assert bound.seconds <= split_s(chunk_seconds, per_token_s, latency_s, token) + 1e-9
 
 
+@settings(deadline=None)
 @given(chunks, st.floats(1e-6, 0.05), st.floats(0, 2))
 def test_the_bound_is_reached_at_its_token(
     chunk_seconds: list[tuple[int, float]], per_token_s: float, latency_s: float
@@ -52,6 +54,7 @@ def test_the_bound_is_reached_at_its_token(
     assert best == pytest.approx(bound.seconds, abs=steepest * 0.02 + 1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 600), st.floats(1e-4, 10), st.floats(1e-4, 10))
 def test_uniform_cost_gives_the_harmonic_bound(
     count: int, rows: int, recompute_s: float, load_s: float
@@ -84,6 +87,7 @@ def test_nothing_to_restore_takes_no_time() -> None:
     assert meeting_point_bound([], 0.1) == MeetingPoint(0, 0.0)
 
 
+@settings(deadline=None)
 @given(chunks, st.lists(st.floats(0, 0.05), min_size=2, max_size=2))
 def test_a_faster_link_never_raises_the_bound(
     chunk_seconds: list[tuple[int, float]], per_token: list[float]

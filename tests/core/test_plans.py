@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheflow_sgl.core.bounds import meeting_point_bound
@@ -120,6 +120,7 @@ def test_a_prefix_shorter_than_two_pages_is_loaded() -> None:
     assert chosen == Plan(Way.LOAD, "prefix shorter than 2 pages", 128, {})
 
 
+@settings(deadline=None)
 @given(span_strategy, chunk_strategy, costs_strategy)
 def test_a_plan_is_never_predicted_slower_than_the_better_single_way(
     span: Span, chunk: int, costs: Costs
@@ -132,6 +133,7 @@ def test_a_plan_is_never_predicted_slower_than_the_better_single_way(
     assert chosen.meeting % PAGE == 0
 
 
+@settings(deadline=None)
 @given(span_strategy, chunk_strategy, costs_strategy)
 def test_no_split_is_predicted_faster_than_the_bound(span: Span, chunk: int, costs: Costs) -> None:
     chosen = plan(span, chunk=chunk, page=PAGE, costs=costs)
@@ -147,6 +149,7 @@ def test_no_split_is_predicted_faster_than_the_bound(span: Span, chunk: int, cos
     assert chosen.expected_s[Way.SPLIT] >= bound.seconds * 0.97 - 1e-9
 
 
+@settings(deadline=None)
 @given(span_strategy, chunk_strategy, st.floats(100, 200_000), st.floats(1.0, 4.0))
 def test_a_faster_link_never_raises_the_expected_time(
     span: Span, chunk: int, tokens_per_s: float, faster: float
@@ -215,6 +218,7 @@ def next_load(gap: int, costs: Costs, *, chunk: int = 512) -> int:
     return load_claim(position=0, gap=gap, chunk=chunk, page=PAGE, costs=costs)
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 2000),
     chunk_strategy,
