@@ -94,29 +94,38 @@ class Loader:
         with self._changed:
             while not self._closed:
                 for restore in self._restores:
-                    claim = restore.pointers.claim_load(self._claim_size(restore))
+                    claim = self._claim(restore)
                     if claim is not None:
                         return restore, claim
                 self._changed.wait(_POLL_S if self._restores else None)
             return None
 
-    def _load(self, restore: Restore, claim: Span) -> None:
-        for event in restore.fence:
-            event.synchronize()
-        restore.fence = ()
-        began_s = time.perf_counter()
-        restore.loading = (claim, began_s)
+    def _claim(self, restore: Restore) -> Span | None:
         try:
+            return restore.pointers.claim_load(self._claim_size(restore))
+        except Exception:
+            # The thread serves others, too; this one is left to compute.
+            logger.exception("cacheflow: no load of %s could be sized", restore.req.rid)
+            restore.pointers.stop_loading()
+            return None
+
+    def _load(self, restore: Restore, claim: Span) -> None:
+        try:
+            for event in restore.fence:
+                event.synchronize()
+            restore.fence = ()
+            began_s = time.perf_counter()
+            restore.loading = (claim, began_s)
             nbytes = self._transfer(restore, claim)
+            ended_s = time.perf_counter()
+            self._observe(nbytes, ended_s - began_s)
         except Exception as error:
             self._note_failure(restore, claim, error)
             return
         finally:
             restore.loading = None
-        ended_s = time.perf_counter()
         restore.io_lane.add(Interval(began_s, ended_s), claim)
         restore.loaded_bytes += nbytes
-        self._observe(nbytes, ended_s - began_s)
         restore.pointers.landed(claim)
         if restore.probe:
             restore.pointers.stop_loading()
