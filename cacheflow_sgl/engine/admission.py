@@ -49,7 +49,10 @@ def add_one_req(
     if restore is not None:
         if chunked or restore.holds_compute:
             return AddReqResult.CONTINUE
-        return _admit_split(cache, stock, adder, restore)
+        if req.prefix_len == restore.pointers.position:
+            return _admit_split(cache, stock, adder, restore)
+        # Others have brought its front back while it waited: plan anew for what is left.
+        cache.end(restore, Outcome.RETRACTED)
     if chunked and not _fits_whole(adder, req):
         # A claim shorter than a chunk leaves room for others, but SGLang knows one chunked request.
         return AddReqResult.OTHER
