@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from cacheflow_sgl.core.report import Interval
 from cacheflow_sgl.files import write_atomically
 
 _POLL_S = 0.002
@@ -53,9 +54,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """A forward that extended requests; it took `seconds`, whoever's rows were in it."""
+    """A forward that extended requests, from `at_s` (seconds of `time.perf_counter`) on."""
 
     parts: list[Part]
+    at_s: float
     seconds: float
 
 
@@ -67,9 +69,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     seconds: float
 
     @property
-    def end_s(self) -> float:
-        """When it had ended."""
-        return self.at_s + self.seconds
+    def interval(self) -> Interval:
+        """When it ran."""
+        return Interval(self.at_s, self.at_s + self.seconds)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,6 +13,8 @@ import numpy as np
 from cacheflow_sgl.bench.decodes import DecodeFigures
 from cacheflow_sgl.bench.protocol import BenchError, Load, Log
 from cacheflow_sgl.client import Generation, SglangClient, StreamEvent
+from cacheflow_sgl.core.geometry import Span
+from cacheflow_sgl.core.report import Interval, LaneLog, overlap_s
 
 OUTPUT_TOKENS = 4
 """Output tokens of a measured request: they are compared with the control's."""
@@ -20,9 +22,9 @@ _REPORT = "cacheflow_restore"
 
 
 class SeenReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bench reads of the engine's report of a restore; tokens, bytes and seconds.
+    """What the bench reads of the engine's report of a restore; tokens.
 
-    SGLang's own load-back reports how it was chosen and no figures.
+    Its times the bench takes itself. SGLang's own load-back is reported without a span.
     """
 
     way: str
@@ -30,20 +32,19 @@ class SeenReport(msgspec.Struct, frozen=True, kw_only=True):
     start: int | None = None
     stop: int | None = None
     meetings: list[int] = []
-    loaded_tokens: int | None = None
-    compute_s: float | None = None
-    io_s: float | None = None
-    overlap_s: float | None = None
-    restore_s: float | None = None
 
 
 @dataclass(frozen=True)
-class ChunkTime:
-    """A chunk of a prefix that was computed: tokens [start, start + rows) in `seconds`."""
+class Chunk:
+    """A chunk of a prefix that was computed: which tokens, and when."""
 
-    start: int
-    rows: int
-    seconds: float
+    span: Span
+    interval: Interval
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.interval.seconds
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Run:
     """
 
     answer: Answer
-    chunks: tuple[ChunkTime, ...]
+    chunks: tuple[Chunk, ...]
     loads: tuple[Load, ...]
     decodes: DecodeFigures | None = None
 
@@ -100,14 +101,40 @@ class Run:
         return sum(load.nbytes for load in self.loads)
 
     @property
-    def link_busy_s(self) -> float:
+    def copying_s(self) -> float:
         """Seconds spent in copies."""
         return sum(load.seconds for load in self.loads)
 
     @property
     def link_s(self) -> float:
         """Seconds from the start of the first copy to the end of the last."""
-        return max(load.end_s for load in self.loads) - min(load.at_s for load in self.loads)
+        return _extent_s([load.interval for load in self.loads])
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds from the start of the first forward or copy of the prefix to the end of the last.
+
+        `ValueError` where there was none, as in a hit.
+        """
+        intervals = [chunk.interval for chunk in self.chunks]
+        return _extent_s([*intervals, *(load.interval for load in self.loads)])
+
+    @property
+    def lane_overlap(self) -> float | None:
+        """Part of the less busy lane's time in which the other was busy too; None for one lane."""
+        compute = _lane(chunk.interval for chunk in self.chunks)
+        io = _lane(load.interval for load in self.loads)
+        if not compute.busy or not io.busy:
+            return None
+        return overlap_s(compute, io) / min(compute.busy_s, io.busy_s)
+
+
+def _lane(intervals: Iterable[Interval]) -> LaneLog:
+    return LaneLog([(interval, Span(0, 0)) for interval in intervals])
+
+
+def _extent_s(intervals: Sequence[Interval]) -> float:
+    return max(each.stop_s for each in intervals) - min(each.start_s for each in intervals)
 
 
 def ask(
@@ -137,7 +164,7 @@ def read_answer(sent_s: float, events: Sequence[StreamEvent]) -> Answer:
     return Answer(sent_s, first.at_s - sent_s, generation, _report(events[-1].answer))
 
 
-def prefix_chunks(log: Log, rid: str, prefix_tokens: int) -> tuple[ChunkTime, ...]:
+def prefix_chunks(log: Log, rid: str, prefix_tokens: int) -> tuple[Chunk, ...]:
     """What was computed of the prefix for request `rid`, in order.
 
     A forward that goes on behind the prefix counts with its share of the time.
@@ -145,18 +172,19 @@ def prefix_chunks(log: Log, rid: str, prefix_tokens: int) -> tuple[ChunkTime, ..
     chunks = []
     for forward in log.forwards:
         for part in forward.parts:
-            rows = min(part.start + part.rows, prefix_tokens) - part.start
-            if part.rid == rid and rows > 0:
-                share = rows / sum(each.rows for each in forward.parts)
-                chunks.append(ChunkTime(part.start, rows, forward.seconds * share))
+            span = Span(part.start, max(part.start, min(part.start + part.rows, prefix_tokens)))
+            if part.rid == rid and span.tokens:
+                share = span.tokens / sum(each.rows for each in forward.parts)
+                stop_s = forward.at_s + share * forward.seconds
+                chunks.append(Chunk(span, Interval(forward.at_s, stop_s)))
     return tuple(chunks)
 
 
-def seconds_in(chunks: Sequence[ChunkTime], start: int, stop: int) -> float:
-    """Seconds that `chunks`, which lie front to back from token 0, take for [start, stop)."""
-    tokens = [0, *accumulate(chunk.rows for chunk in chunks)]
+def seconds_in(chunks: Sequence[Chunk], span: Span) -> float:
+    """Seconds of `span` in `chunks`, which lie front to back from token 0."""
+    tokens = [0, *(chunk.span.stop for chunk in chunks)]
     seconds = [0.0, *accumulate(chunk.seconds for chunk in chunks)]
-    return float(np.interp(stop, tokens, seconds) - np.interp(start, tokens, seconds))
+    return float(np.interp(span.stop, tokens, seconds) - np.interp(span.start, tokens, seconds))
 
 
 def max_logprob_difference(control: Generation, subject: Generation) -> float:

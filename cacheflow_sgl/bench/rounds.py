@@ -211,7 +211,7 @@ def check_run(variant: str, run: Run, prefix_tokens: int) -> None:
     """`BenchError` unless the server restored the whole prefix, and in the way asked for."""
     report, cached = run.answer.report, run.answer.generation.cached
     if variant == "recompute":
-        computed = sum(chunk.rows for chunk in run.chunks)
+        computed = sum(chunk.span.tokens for chunk in run.chunks)
         if computed != prefix_tokens:
             raise BenchError(
                 f"asked to recompute {prefix_tokens} tokens, the server computed {computed}: "

@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One policy at one balance. Times in seconds; None is what does not apply or was not reported.
 
-    Ratios are medians of ratios paired by round, each with its 95% interval.
+    Ratios are medians of ratios paired by round, each with its 95% interval. What the lanes did is
+    timed by the bench's own hooks in the server, not taken from the engine's report.
 
     Attributes:
         balance: (time to recompute the prefix) / (time to load it), as asked for.
@@ -37,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         ratio_to_bound: TTFT / bound.
         ratio_to_best_single: TTFT / that of `best_single`, the single way (recompute or load) of
             the smaller median.
-        restore_s: median time until the prefix was complete on the device.
+        restore_s: median time from the first forward or copy of the prefix to the end of the last.
         choice: how the restores were done; `split 14, load 1` where not all the same way.
         reason: why, in the engine's words, most frequent one. Of `load`: which of both loads it is.
         throttle_bytes_per_s: rate that the link was set to.
@@ -73,7 +74,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     best_single: str
     ratio_to_best_single: float
     ratio_to_best_single_interval: Interval
-    restore_s: float | None
+    restore_s: float
     choice: str
     reason: str
     throttle_bytes_per_s: float
@@ -82,8 +83,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     meet_tokens: float | None
     outputs_equal: bool
     max_abs_dlogprob: float
-    compute_busy: float | None
-    io_busy: float | None
+    compute_busy: float
+    io_busy: float
     lane_overlap: float | None
     compute_slowdown: float | None
     io_slowdown: float | None
@@ -130,10 +131,10 @@ def bound_s(measured: Round, load: str, prefix_bytes: int) -> float:
         prefix_bytes: KV of the prefix.
     """
     chunks = measured.runs["recompute"].chunks
-    tokens = sum(chunk.rows for chunk in chunks)
+    tokens = sum(chunk.span.tokens for chunk in chunks)
     loading = measured.runs[load]
     seconds_per_token = loading.link_s / loading.loaded_bytes * prefix_bytes / tokens
-    lanes = meeting_point_bound([(c.rows, c.seconds) for c in chunks], seconds_per_token)
+    lanes = meeting_point_bound([(c.span.tokens, c.seconds) for c in chunks], seconds_per_token)
     return lanes.seconds + measured.hit_ttft_s
 
 
@@ -161,7 +162,7 @@ def _row(measurement: Measurement, policy: str, reference: _Reference) -> Row:
         best_single=reference.best_single,
         ratio_to_best_single=to_best.median,
         ratio_to_best_single_interval=to_best.interval,
-        restore_s=_median(_reports(runs), lambda report: report.restore_s),
+        restore_s=float(np.median([run.restore_s for run in runs])),
         choice=choice,
         reason=reason,
         throttle_bytes_per_s=throttle,
@@ -170,9 +171,9 @@ def _row(measurement: Measurement, policy: str, reference: _Reference) -> Row:
         meet_tokens=_median(_reports(runs), lambda report: next(iter(report.meetings), None)),
         outputs_equal=all(output.output_ids == case.control.output_ids for output in outputs),
         max_abs_dlogprob=max(max_logprob_difference(case.control, output) for output in outputs),
-        compute_busy=_median(_reports(runs), lambda r: _part(r.compute_s, r.restore_s)),
-        io_busy=_median(_reports(runs), lambda r: _part(r.io_s, r.restore_s)),
-        lane_overlap=_median(_reports(runs), _lane_overlap),
+        compute_busy=float(np.median([run.compute_s / run.restore_s for run in runs])),
+        io_busy=float(np.median([run.copying_s / run.restore_s for run in runs])),
+        lane_overlap=_median(runs, lambda run: run.lane_overlap),
         compute_slowdown=_median(list(zip(runs, recomputes, strict=True)), _compute_slowdown),
         io_slowdown=_median(list(zip(runs, loadings, strict=True)), _io_slowdown),
         **_decode_figures(runs, recomputes, loadings),
@@ -250,25 +251,16 @@ def _median(items: Iterable[T], value: Callable[[T], float | None]) -> float | N
     return float(np.median(values)) if values else None
 
 
-def _part(seconds: float | None, whole_s: float | None) -> float | None:
-    return seconds / whole_s if seconds is not None and whole_s else None
-
-
-def _lane_overlap(report: SeenReport) -> float | None:
-    if report.compute_s is None or report.io_s is None:
-        return None
-    return _part(report.overlap_s, min(report.compute_s, report.io_s))
-
-
 def _compute_slowdown(pair: tuple[Run, Run]) -> float | None:
     run, recompute = pair
-    alone_s = sum(seconds_in(recompute.chunks, c.start, c.start + c.rows) for c in run.chunks)
-    return _part(run.compute_s, alone_s)
+    if not run.chunks:
+        return None
+    return run.compute_s / sum(seconds_in(recompute.chunks, chunk.span) for chunk in run.chunks)
 
 
 def _io_slowdown(pair: tuple[Run, Run]) -> float | None:
     run, loading = pair
     if not run.loads:
         return None
-    alone = loading.link_busy_s / loading.loaded_bytes
-    return run.link_busy_s / run.loaded_bytes / alone
+    alone = loading.copying_s / loading.loaded_bytes
+    return run.copying_s / run.loaded_bytes / alone

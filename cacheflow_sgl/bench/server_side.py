@@ -72,9 +72,9 @@ class Hooks:
         if worker.device == "cpu":
             start_s = time.perf_counter()
             result = forward(worker, batch, *rest, **kw)
-            self.end.log(Forward(parts, time.perf_counter() - start_s))
+            self.end.log(Forward(parts, start_s, time.perf_counter() - start_s))
             return result
-        before, after = _timing_events()
+        before, after = _timing_event(), _timing_event()
         before.record()
         result = forward(worker, batch, *rest, **kw)
         after.record()
@@ -86,13 +86,23 @@ class Hooks:
         wanted = self.end.settings.evict
         if wanted == self.evicted or not scheduler.is_fully_idle():
             return
-        for parts, before, after in self.untold:
-            after.synchronize()
-            self.end.log(Forward(parts, before.elapsed_time(after) / 1000))
-        self.untold.clear()
+        self._tell()
         if _emptied(scheduler.tree_cache):
             self.evicted = wanted
             self.end.acknowledge(wanted)
+
+    def _tell(self) -> None:
+        """Log the forwards of an idle GPU. Events tell how long, so one of now tells when."""
+        if not self.untold:
+            return
+        now = _timing_event()
+        now.record()
+        now.synchronize()
+        now_s = time.perf_counter()
+        for parts, before, after in self.untold:
+            at_s = now_s - before.elapsed_time(now) / 1000
+            self.end.log(Forward(parts, at_s, before.elapsed_time(after) / 1000))
+        self.untold.clear()
 
 
 def register(path: Path) -> None:
@@ -116,7 +126,7 @@ def _emptied(tree: Any) -> bool:
     return bool(tree.evictable_size() == 0 and tree.protected_size() == 0)
 
 
-def _timing_events() -> tuple[Any, Any]:
+def _timing_event() -> Any:
     import torch
 
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True)

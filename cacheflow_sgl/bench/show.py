@@ -77,7 +77,7 @@ def rows_table(rows: Sequence[Row]) -> Table:
         f"balance {first.balance:g} (reached {first.balance_reached:.2f})",
         caption="TTFT: median, range; ratios paired by round: median, 95% interval",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     for heading in ("policy", "TTFT, ms", "/ best\nsingle", "/ bound", "choice"):
         table.add_column(heading)
@@ -93,7 +93,7 @@ def rows_table(rows: Sequence[Row]) -> Table:
             escape(row.choice),
             "-" if row.meet_tokens is None else f"{row.meet_tokens:.0f}",
             f"{'yes' if row.outputs_equal else '[red]no[/]'}\n{row.max_abs_dlogprob:.0e}",
-            f"{_percent(row.compute_busy)}\n{_percent(row.io_busy)}",
+            f"{row.compute_busy:.0%}\n{row.io_busy:.0%}",
         )
     return table
 
@@ -104,7 +104,7 @@ def decodes_table(rows: Sequence[Row]) -> Table:
         title=f"{rows[0].decodes} decodes beside these restores",
         caption="ratios of the time per token, paired by round",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     for heading in ("policy", "ms a token", "tokens/s", "/ recompute", "/ load"):
         table.add_column(heading)
@@ -137,7 +137,3 @@ def _ratio(median: float | None, interval: Interval | None) -> str:
     if median is None or interval is None:
         return "-"
     return f"{median:.2f}\n{interval[0]:.2f}-{interval[1]:.2f}"
-
-
-def _percent(part: float | None) -> str:
-    return "-" if part is None else f"{part:.0%}"
