@@ -145,6 +145,28 @@ def test_a_change_of_bandwidth_is_followed_within_six_loads(seed: int, change: f
     assert cost.seconds(MIB) == pytest.approx(0.01 * change, rel=0.15)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_shorter_loads_after_a_change_are_not_taken_for_latency(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = LinkCost()
+    slower = 1
+
+    def observe(*sizes: int) -> None:
+        tokens = rng.choice(sizes)
+        noise = rng.lognormvariate(0, 0.05)
+        cost.observe(tokens * 1000, (0.001 + slower * tokens / 6000) * noise)
+        cost.seconds(1)
+
+    for _ in range(30):
+        observe(64, 512, 512, 512, 4096)
+    slower = 4
+    for _ in range(8):
+        observe(448, 512)
+    for _ in range(16):
+        observe(64, 128, 192)
+        assert cost.seconds(4096 * 1000) == pytest.approx(slower * 4096 / 6000, rel=0.2)
+
+
 def test_a_bandwidth_that_comes_back_is_followed_back() -> None:
     cost = link_observed(40, 0.01)
     for seconds in [0.04] * 6 + [0.01] * 6:

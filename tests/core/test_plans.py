@@ -173,6 +173,7 @@ def test_a_split_is_predicted_close_to_the_bound(balance: float, chunk: int, tok
     chunks = chunks or [(tokens, costs.compute.seconds(0, tokens))]
     bound = meeting_point_bound(chunks, BYTES_PER_TOKEN / costs.link.bytes_per_s)
     assert chosen.expected_s[Way.SPLIT] <= 1.10 * bound.seconds
+    assert chosen.meeting == pytest.approx(bound.token, abs=0.05 * tokens)
 
 
 @pytest.mark.parametrize("way", list(Way))
