@@ -272,7 +272,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         self._learn_from_forwards()
         now_s = time.perf_counter()
         for restore in [r for r in self.restores.values() if not r.admitted]:
-            if restore.failed_loads:
+            if restore.failed_loads or restore.pointers.loading_stopped:
                 self._failed_in_queue.add(restore.req.rid)
                 self.end(restore, Outcome.RETRACTED)
             elif restore.pointers.loaded_tokens == restore.span.tokens:

@@ -236,6 +236,17 @@ def test_a_load_that_fails_in_the_queue_ends_in_a_recompute(stand, prefix):
     stand.check_at_rest()
 
 
+def test_a_load_that_can_never_end_ends_in_a_recompute(stand, prefix):
+    """The lane has given it up without a failed load: nobody else would wake its request."""
+    stand.step_loads()
+    restore = stand.loads_while_queued(prefix)
+    restore.pointers.stop_loading()
+    stand.cache.check_hicache_events()
+    assert not stand.cache.restores
+    stand.serve([*prefix, 7], "load", "r")
+    stand.check_at_rest()
+
+
 def known_costs(stand):
     """A link that needs 1 ms for 64 tokens, and a forward that needs 10 ms for a chunk."""
     costs = stand.cache.planner.costs
