@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -26,14 +27,15 @@ class RestoreResult(msgspec.Struct, frozen=True):
 
 def bench_restore(
     options: RestoreOptions, *, on_cpu: bool, console: Console | None = None
-) -> RestoreResult:
+) -> Generator[list[Row], None, None]:
     """Measure restores in a server of one's own, with progress on `console` (default stderr).
+
+    Yields the rows of one prefix length and balance after the other; the server ends with it.
 
     Raises:
         BenchError: the server did not do what it was asked for.
         ServerError: it did not start, refused a request or broke off.
     """
-    environment = Environment.now(options.model or "tiny model", on_cpu=on_cpu)
     with (
         tempfile.TemporaryDirectory(prefix="cacheflow-bench-") as name,
         progress_bar(console or Console(stderr=True)) as progress,
@@ -45,12 +47,8 @@ def bench_restore(
         with bench_server(model, options, directory, control.path, on_cpu=on_cpu) as server:
             progress.update(task, description="restores", total=planned_requests(options))
             bench = Bench(server.client, control, options, lambda: progress.advance(task))
-            rows = [
-                row
-                for measurement in bench.measure()
-                for row in rows_of(measurement, options.policies)
-            ]
-    return RestoreResult(environment, rows)
+            for measurement in bench.measure():
+                yield rows_of(measurement, options.policies)
 
 
 def _tiny_model(directory: Path, seed: int) -> Path:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Annotated, TypeVar
 
 import typer
 
+from cacheflow_sgl.bench.environment import Environment
 from cacheflow_sgl.bench.options import POLICIES, RestoreOptions
 from cacheflow_sgl.bench.protocol import BenchError
-from cacheflow_sgl.bench.restore import bench_restore
+from cacheflow_sgl.bench.restore import RestoreResult, bench_restore
+from cacheflow_sgl.bench.rows import Row
 from cacheflow_sgl.bench.show import faults, print_rows
 from cacheflow_sgl.client import ServerError
 
@@ -65,7 +69,8 @@ def restore(
     each chunk, the rate that loads reached, and the request without a restore.
 
     Exit code: 0 fine, 1 an output differs or loads fell short of the throttle,
-    2 could not start or go on.
+    2 could not start or go on, 130 interrupted. What was measured is reported
+    in any case.
 
     Example: three speeds of the link, as fast as compute, half and twice.
 
@@ -98,14 +103,34 @@ def restore(
     on_cpu = detect_hardware().accelerator is None
     if model is None and not on_cpu:
         fail("--model is missing; only on a CPU there is one by default")
+    environment = Environment.now(model or "tiny model", on_cpu=on_cpu)
+    rows: list[Row] = []
+    problem: tuple[str, int] | None = None
     try:
-        result = bench_restore(options, on_cpu=on_cpu)
+        with closing(bench_restore(options, on_cpu=on_cpu)) as measured, _interruptible():
+            for more in measured:
+                rows += more
     except (BenchError, ServerError) as error:
-        fail(str(error))
-    print_rows(result.environment, result.rows, console)
-    write_json(json, result)
-    if faults(result.rows):
+        problem = str(error), 2
+    except KeyboardInterrupt:
+        problem = "interrupted; what was measured is above", 130
+    if rows:
+        print_rows(environment, rows, console)
+        write_json(json, RestoreResult(environment, rows))
+    if problem:
+        fail(*problem)
+    if faults(rows):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """While open, SIGTERM is as Ctrl-C: the server would outlive this process otherwise."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,6 @@ from typer.testing import CliRunner
 from cacheflow_sgl.bench.environment import Environment
 from cacheflow_sgl.bench.options import RestoreOptions
 from cacheflow_sgl.bench.protocol import BenchError
-from cacheflow_sgl.bench.restore import RestoreResult
 from cacheflow_sgl.bench.rows import Row
 from cacheflow_sgl.bench.server import bench_server, server_flags
 from cacheflow_sgl.bench.show import print_rows
@@ -61,9 +64,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[RestoreOptions]:
     """The options of what would have been measured, on a CPU, with `row()` as its result."""
     options: list[RestoreOptions] = []
 
-    def measure(chosen: RestoreOptions, *, on_cpu: bool) -> RestoreResult:
+    def measure(chosen: RestoreOptions, *, on_cpu: bool) -> Iterator[list[Row]]:
+        assert on_cpu
         options.append(chosen)
-        return RestoreResult(Environment.now("tiny model", on_cpu=on_cpu), [row()])
+        yield [row()]
 
     monkeypatch.setattr(command, "bench_restore", measure)
     monkeypatch.setattr(command, "detect_hardware", lambda: Hardware(None, (0, 1)))
@@ -139,14 +143,57 @@ def test_a_gpu_needs_a_model(asked: list[RestoreOptions], monkeypatch: pytest.Mo
 
 
 def test_a_server_that_fails_is_one_line(
-    asked: list[RestoreOptions], monkeypatch: pytest.MonkeyPatch
+    asked: list[RestoreOptions], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    def fail(*_: object, **__: object) -> None:
+    def measure(*_: object, **__: object) -> Iterator[list[Row]]:
+        yield from ()
         raise BenchError("the server did not evict")
 
-    monkeypatch.setattr(command, "bench_restore", fail)
-    result = invoke()
+    monkeypatch.setattr(command, "bench_restore", measure)
+    result = invoke("--json", tmp_path / "out.json")
     assert (result.exit_code, result.stderr) == (2, "cacheflow: the server did not evict\n")
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [(BenchError("the server did not evict"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_what_was_measured_before_an_end_is_not_lost(
+    asked: list[RestoreOptions],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    end: BaseException,
+    status: int,
+):
+    def measure(*_: object, **__: object) -> Iterator[list[Row]]:
+        yield [row()]
+        raise end
+
+    monkeypatch.setattr(command, "bench_restore", measure)
+    result = invoke("--json", tmp_path / "out.json")
+    assert result.exit_code == status
+    assert "4096 tokens on the host" in result.stdout
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 1
+
+
+def test_a_bench_that_is_told_to_end_ends_its_server(
+    asked: list[RestoreOptions], monkeypatch: pytest.MonkeyPatch
+):
+    ended: list[str] = []
+
+    def measure(*_: object, **__: object) -> Iterator[list[Row]]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+            yield [row()]
+        finally:
+            ended.append("server")
+
+    monkeypatch.setattr(command, "bench_restore", measure)
+    before = signal.getsignal(signal.SIGTERM)
+    assert invoke().exit_code == 130
+    assert ended == ["server"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_json_file_has_what_the_table_has(asked: list[RestoreOptions], tmp_path: Path):
@@ -173,8 +220,9 @@ def test_the_json_file_has_what_the_table_has(asked: list[RestoreOptions], tmp_p
 def test_rows_that_cannot_be_relied_on_are_exit_code_one(
     asked: list[RestoreOptions], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: dict
 ):
-    result = RestoreResult(Environment.now("tiny model", on_cpu=True), [row(**bad)])
-    monkeypatch.setattr(command, "bench_restore", lambda *_, **__: result)
+    monkeypatch.setattr(
+        command, "bench_restore", lambda *_, **__: (each for each in [[row(**bad)]])
+    )
     out = tmp_path / "out.json"
     assert invoke("--json", out).exit_code == 1
     assert out.exists()  # what is wrong can be looked into
