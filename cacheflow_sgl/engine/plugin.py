@@ -4,7 +4,9 @@ Every seam is one function of one file here, hooked onto one SGLang function. SG
 a plugin raises, so an unsupported SGLang gets only the checks that can tell the user about it.
 """
 
+import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 
@@ -79,14 +81,21 @@ def _hook_restores() -> None:
     """Prefixes on the host come back by compute and load at once."""
     _around(f"{_MEM_CACHE}.registry.create_unified_radix_cache", _later("radix_cache", "create"))
     for add in ("add_one_req", "add_chunked_req"):
-        _around(f"{_MANAGERS}.schedule_policy.PrefillAdder.{add}", _later("admission", add))
-    _around(f"{_SCHEDULER}._get_new_batch_prefill_raw", _later("scheduling", "new_prefill_batch"))
-    _around(f"{_CHECKER}._get_total_uncached_sizes", _later("scheduling", "uncached_sizes"))
+        target = f"{_MANAGERS}.schedule_policy.PrefillAdder.{add}"
+        _around(target, _unless_patched(_later("admission", add)))
+    _around(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        _unless_patched(_later("scheduling", "new_prefill_batch")),
+    )
+    _around(
+        f"{_CHECKER}._get_total_uncached_sizes",
+        _unless_patched(_later("scheduling", "uncached_sizes")),
+    )
     _around(
         f"{_STREAMER}.is_request_level_customized_info_key",
         _later("scheduling", "is_request_level"),
     )
-    _around(f"{_WORKER}.forward_batch_generation", forward_clock.around_forward)
+    _around(f"{_WORKER}.forward_batch_generation", _unless_patched(forward_clock.around_forward))
 
 
 def _later(module: str, name: str) -> Callable[..., object]:
@@ -97,6 +106,25 @@ def _later(module: str, name: str) -> Callable[..., object]:
         return function(*args, **kwargs)
 
     return hook
+
+
+def _unless_patched(hook: Callable[..., object]) -> Callable[..., object]:
+    """Leave alone a function that a source patch (patches/) has taught to call us itself."""
+
+    def around(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if _calls_us(original):
+            return original(*args, **kwargs)
+        return hook(original, *args, **kwargs)
+
+    return around
+
+
+@functools.cache
+def _calls_us(function: Callable[..., object]) -> bool:
+    """Whether the source of an SGLang function imports this package."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = () if code is None else code.co_names
+    return any(name.partition(".")[0] == "cacheflow_sgl" for name in names)
 
 
 def _around(target: str, hook: Callable[..., object]) -> None:

@@ -27,7 +27,7 @@ def new_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, 
             # SGLang would spin, and a spinning interpreter slows the I/O lane.
             cache.wait_for_load(_IDLE_WAIT_S)
     else:
-        _leave_parked_out(scheduler, batch)
+        _leave_parked_out(batch)
     return batch, running
 
 
@@ -44,13 +44,13 @@ def _decodes_first(cache: CacheFlowRadixCache, scheduler: Any, running: Any) -> 
     return False
 
 
-def _leave_parked_out(scheduler: Any, batch: Any) -> None:
+def _leave_parked_out(batch: Any) -> None:
     """Undo what SGLang notes of its chunked request when that is parked and others are admitted.
 
     It counts a chunk in flight (`inflight_middle_chunks`) for any chunked request there is, and
-    would then take the request's last chunk for one in the middle.
+    would then take the request's last chunk for one in the middle. A patched SGLang does not.
     """
-    chunked = scheduler.chunked_req
+    chunked = batch.chunked_req
     if chunked is not None and chunked not in batch.reqs:
         chunked.inflight_middle_chunks -= 1
         batch.chunked_req = None
