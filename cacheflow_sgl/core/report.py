@@ -46,7 +46,7 @@ class LaneLog:
     @property
     def busy_s(self) -> float:
         """Seconds in which the lane was busy; a moment in two intervals counts once."""
-        return sum(interval.seconds for interval in self.united())
+        return sum((interval.seconds for interval in self.united()), 0.0)
 
     @property
     def tokens(self) -> int:

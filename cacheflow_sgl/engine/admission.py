@@ -84,8 +84,7 @@ def add_chunked_req(add: Add, adder: Any, req: Any) -> Any:
     _meet(cache, adder, restore)
     pointers = restore.pointers
     if pointers.finished or _is_plain_recompute(restore):
-        outcome = Outcome.RESTORED if pointers.jumps else Outcome.RECOMPUTED
-        cache.end(restore, outcome)
+        _end(cache, restore)
         return add(adder, req)
     if pointers.gap == 0:
         return req
@@ -94,7 +93,7 @@ def add_chunked_req(add: Add, adder: Any, req: Any) -> Any:
         cache.page_size,
     )
     if limit < cache.page_size:
-        cache.end(restore, Outcome.RECOMPUTED)
+        _end(cache, restore)
         return add(adder, req)
     claim = pointers.claim_compute(min(limit, cache.compute_claim_size(restore)))
     if claim is None:
@@ -232,6 +231,12 @@ def _meet(cache: CacheFlowRadixCache, adder: Any, restore: Restore) -> None:
         restore.waits(time.perf_counter())
     else:
         restore.goes_on(time.perf_counter())
+
+
+def _end(cache: CacheFlowRadixCache, restore: Restore) -> None:
+    """The prefix is complete, or SGLang computes the rest of it by itself."""
+    loaded = bool(restore.pointers.jumps)
+    cache.end(restore, Outcome.RESTORED if loaded else Outcome.RECOMPUTED)
 
 
 def _settle(cache: CacheFlowRadixCache, restore: Restore, start: int, computed: int) -> None:

@@ -448,7 +448,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
 
     def _report(self, restore: Restore, outcome: Outcome) -> RestoreReport:
         report = restore.report(outcome, time.perf_counter())
-        _set_report(restore.req, report.as_dict())
+        if outcome is not Outcome.RETRACTED:  # its request starts again, and is told then
+            _set_report(restore.req, report.as_dict())
         if self._metrics is not None:
             self._metrics.finished(report)
         options = self.options
