@@ -38,6 +38,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 from cacheflow_sgl.core.geometry import Span, page_ceil
 from cacheflow_sgl.core.policies import Policy
+from cacheflow_sgl.core.report import Outcome, RestoreReport
 from cacheflow_sgl.cpu import hooks
 from cacheflow_sgl.engine import admission, radix_cache
 from cacheflow_sgl.engine.loader import Loader
@@ -86,12 +87,13 @@ class Transfers:
 
 
 class WatchedCache(radix_cache.CacheFlowRadixCache):
-    """Ours, with options but no storage backend, counted host pins, and loads under control."""
+    """Ours, with options but no storage backend, counted pins, kept reports, loads at will."""
 
     def __init__(self, params: Any) -> None:
         self.transfers = Transfers()
         self.chosen = Options()
         self.host_pins = 0
+        self.reports: list[RestoreReport] = []
         super().__init__(params)
 
     @property
@@ -105,6 +107,10 @@ class WatchedCache(radix_cache.CacheFlowRadixCache):
     def dec_host_lock_ref(self, node_id: Any, params: Any) -> Any:
         self.host_pins -= 1
         return super().dec_host_lock_ref(node_id, params)
+
+    def end(self, restore: Restore, outcome: Outcome) -> RestoreReport:
+        self.reports.append(super().end(restore, outcome))
+        return self.reports[-1]
 
     def _transfer(self, restore: Restore, claim: Span) -> int:
         return self.transfers.run(restore, claim, super()._transfer)

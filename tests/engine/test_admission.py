@@ -331,6 +331,25 @@ def test_a_step_of_less_than_a_page_ends_the_split(stand, rest):
     stand.check_at_rest()
 
 
+def test_what_was_loaded_before_a_step_of_less_than_a_page_is_told(stand):
+    """The meeting in front of the hole that it computes now; what lies behind is given up."""
+    req, _ = chunked(stand)
+    stand.loads.begin(128)
+    stand.loads.finish()
+    fail_one(stand, CHUNK + 32)
+    stand.loads.run()
+    stand.step()
+    assert stand.cache.restores
+    adder = stand.adder(mixed=CHUNK - 15)
+    stand.chunked = stand.add_chunked(adder, req)
+    report = report_of(req)
+    assert (report["outcome"], report["meetings"]) == ("restored", [CHUNK])
+    stand.forward(adder)
+    stand.run()
+    stand.finish(req)
+    stand.check_at_rest()
+
+
 def test_a_step_of_less_than_a_page_begins_no_split(stand):
     req, adder = ask(stand), stand.adder(mixed=CHUNK - 15)
     stand.add(adder, req)
