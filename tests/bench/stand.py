@@ -41,6 +41,7 @@ class Stand:
         row_s: seconds a row of a forward.
         drift: factor on `row_s` after each request.
         link_share: part of the throttle that loads reach.
+        extra_s: by policy, what its requests take longer.
         reports: whether restores are reported.
         lost_tokens: tokens of the prefix that its host has lost.
         wrong_policy: under which the output is another one.
@@ -50,6 +51,7 @@ class Stand:
     row_s: float = 0.001
     drift: float = 1.0
     link_share: float = 1.0
+    extra_s: dict[str, float] = field(default_factory=dict)
     reports: bool = True
     lost_tokens: int = 0
     wrong_policy: str | None = None
@@ -89,7 +91,7 @@ class Stand:
         prefix = (len(prompt) - 1) // PAGE * PAGE
         on_device, on_host = prompt in self.device, prompt in self.host
         meeting = 0 if on_device or on_host else prefix
-        self.now_s += OVERHEAD_S
+        self.now_s += OVERHEAD_S + self.extra_s.get(policy, 0.0)
         if on_host and not on_device:
             meeting = self.restore(rid, prefix, policy)
         elif not on_device:

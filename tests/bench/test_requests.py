@@ -128,9 +128,9 @@ def test_the_extent_of_the_lanes_has_their_gaps_the_busy_time_has_not():
     run = Run(
         ANSWER,
         chunks=(chunk(0, 64, 1.0, 2.0), chunk(64, 128, 2.5, 3.0)),
-        loads=(Load(100, 1.5, 1.0), Load(100, 3.5, 0.5)),
+        loads=(Load(100, 1.5, 1.0), Load(100, 3.0, 1.0)),
     )
-    assert (run.restore_s, run.compute_s, run.link_s, run.copying_s) == (3.0, 1.5, 2.5, 1.5)
+    assert (run.restore_s, run.compute_s, run.link_s, run.copying_s) == (3.0, 1.5, 2.5, 2.0)
     assert run.loaded_bytes == 200
     assert run.lane_overlap == pytest.approx(0.5 / 1.5)
     assert Run(ANSWER, run.chunks, ()).lane_overlap is None

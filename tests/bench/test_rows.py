@@ -80,6 +80,16 @@ def test_a_balance_is_a_rate_of_the_link(balance: float, best: str):
         assert row.bound_s == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("slower", "reason"), [("sglang", "our own load"), ("load", "SGLang's own load-back")]
+)
+def test_the_better_of_both_loads_is_the_row(slower: str, reason: str):
+    load = by_policy(bench(Stand(extra_s={slower: 1.0}), balances=(2,)))["load"]
+    assert load.reason == reason
+    assert load.ttft_s.max < RECOMPUTE_S
+    assert load.ratio_to_best_single == pytest.approx(1)
+
+
 def test_what_drifts_is_not_in_a_ratio():
     steady = by_policy(bench(Stand()))["recompute"]
     drifting = by_policy(bench(Stand(drift=0.998)))["recompute"]

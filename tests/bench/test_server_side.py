@@ -160,6 +160,9 @@ def test_forwards_on_a_gpu_are_logged_once_the_scheduler_is_idle(
     assert (first.seconds, second.seconds) == (0.25, 0.25)
     assert second.at_s - first.at_s == pytest.approx(0.25)
     assert second.at_s + 2.25 == pytest.approx(now_s, abs=1)
+    bed.want_eviction()
+    bed.hooks.before_next_batch(bed.scheduler)
+    assert bed.control.new_log().forwards == ()
 
 
 def test_the_device_is_evicted_once_and_only_when_asked(bed: Bed):
