@@ -325,8 +325,10 @@ class Stand:
             waiting_queue_len=len(self.waiting),
         )
 
-    def add(self, adder: PrefillAdder, req: Req, has_chunked: bool = False) -> AddReqResult:
-        return admission.add_one_req(PrefillAdder.add_one_req, adder, req, has_chunked, None)
+    def add(
+        self, adder: PrefillAdder, req: Req, has_chunked: bool = False, align: int | None = None
+    ) -> AddReqResult:
+        return admission.add_one_req(PrefillAdder.add_one_req, adder, req, has_chunked, align)
 
     def add_chunked(self, adder: PrefillAdder, req: Req) -> Req | None:
         return admission.add_chunked_req(PrefillAdder.add_chunked_req, adder, req)

@@ -140,6 +140,15 @@ def test_the_first_claim_is_whole_pages_of_a_mixed_chunk(stand):
     stand.forward(adder)
 
 
+def test_what_sglang_cuts_off_the_first_claim_is_loaded(stand):
+    """Some attention backends truncate chunks to a size of their own."""
+    req, adder = ask(stand), stand.adder(mixed=16)
+    stand.add(adder, req, align=64)
+    assert req.extend_end == 64
+    assert stand.cache.restores["r"].private == Span(64, PREFIX)
+    hand_over(stand, adder)
+
+
 def test_a_claim_shorter_than_the_chunk_leaves_room_for_one_that_fits_whole(stand):
     stand.chunk = 512
     req, adder = ask(stand), stand.adder()
@@ -593,7 +602,7 @@ def test_slots_that_cannot_be_had_leave_it_to_sglang(stand, monkeypatch, policy)
 def test_a_chunk_is_whole_however_little_memory_is_left(stand):
     """Its slots are held already; SGLang would cut it to what it thinks is left."""
     req, restore = chunked(stand)
-    for left in (40, 0, -200):
+    for left in (40, -60, -200):
         adder = stand.adder()
         adder.memory_budget.total_offset += int(adder.rem_total_tokens) - left
         stand.chunked = stand.add_chunked(adder, req)

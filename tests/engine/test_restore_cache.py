@@ -345,7 +345,7 @@ def test_the_jump_gives_the_row_what_was_loaded(stand, prefix):
     assert 0 < first < PREFIX
     stand.cache.jump(restore)
     assert req.prefix_len == first, "a jump before the pointers met"
-    req.storage_hit_start, req.storage_hit_length = PREFIX - 70, 70
+    req.storage_hit_start, req.storage_hit_length = PREFIX - 100, 70
     loads.run()
     stand.cache.jump(restore)
     assert req.prefix_len == req.extend_end == PREFIX
