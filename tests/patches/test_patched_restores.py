@@ -27,6 +27,8 @@ STOCK_PLUGIN = REPOSITORY / "tests" / "patches" / "plugin"
 NEW_TOKENS = 6
 PREFIX = 32 * PAGE
 PROMPT = random_prompt(PREFIX + 17, seed=1)
+LONGER = random_prompt(PREFIX + 600, seed=1)
+"""Begins as `PROMPT`; what follows the prefix takes two chunks."""
 FAST = 8e6
 SLOW = 0.2e6
 """Bytes per second of the link: near the rate at which a CPU computes this model, and far below."""
@@ -92,14 +94,8 @@ def machine(
         yield Machine(process, link)
 
 
-@pytest.fixture(scope="module")
-def control(tiny_model: Path) -> list[Generation]:
-    return [Reference(tiny_model).generate(PROMPT, NEW_TOKENS)]
-
-
-def test_each_way_gives_the_controls_answer_and_reports(
-    machine: Machine, control: list[Generation]
-) -> None:
+def test_each_way_gives_the_controls_answer_and_reports(machine: Machine, tiny_model: Path) -> None:
+    control = [Reference(tiny_model).generate(PROMPT, NEW_TOKENS)]
     machine.client.flush_cache()
     cold, report = machine.ask(PROMPT, None, "cold")
     assert report is None
@@ -123,9 +119,8 @@ def test_each_way_gives_the_controls_answer_and_reports(
     assert report == {"policy": "sglang", "way": "sglang", "reason": "policy"}
 
 
-def test_others_are_admitted_beside_a_parked_restore(
-    machine: Machine, control: list[Generation]
-) -> None:
+def test_others_are_admitted_beside_a_parked_restore(machine: Machine, tiny_model: Path) -> None:
+    control = [Reference(tiny_model).generate(LONGER, NEW_TOKENS)]
     machine.client.flush_cache()
     machine.ask(PROMPT, None, "fill")
     machine.evict()
@@ -136,7 +131,7 @@ def test_others_are_admitted_beside_a_parked_restore(
     machine.link.new_log()
     answers: list[Any] = []
     restoring = threading.Thread(
-        target=lambda: answers.append(machine.ask(PROMPT, "split", "restoring"))
+        target=lambda: answers.append(machine.ask(LONGER, "split", "restoring"))
     )
     restoring.start()
     short = 0
