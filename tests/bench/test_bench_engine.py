@@ -20,8 +20,10 @@ def test_every_policy_restores_and_says_the_same(tmp_path: Path, decodes: int):
     arguments = ["--policies", ",".join(POLICIES), "--prefix-tokens", "1024", "--repeats", "2"]
     arguments += ["--decode", str(decodes), "--json", str(out)]
     result = CliRunner().invoke(app, ["bench", "restore", *arguments])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code in (0, 1), result.output
     rows = {row["policy"]: row for row in json.loads(out.read_text())["rows"]}
+    # A busy machine may keep loads from the throttle, which is said and no fault of ours.
+    assert result.exit_code == any(row["void"] for row in rows.values()), result.output
     assert rows.keys() == {*POLICIES}
     for row in rows.values():
         assert row["outputs_equal"]
