@@ -67,6 +67,7 @@ def request_is_supported(req: Any) -> bool:
         or req.token_indices_to_pool is not None
         or req.beam_group is not None
         or req.return_hidden_states
+        or req.is_dllm()
         or req.return_routed_experts
         or req.skip_radix_cache_insert
         or req.swa_host_hit_length

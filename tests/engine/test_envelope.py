@@ -124,6 +124,7 @@ def test_a_plain_request_is_supported(make_stand):
         ("beam_group", object()),
         ("return_hidden_states", True),
         ("return_routed_experts", True),
+        ("dllm_config", object()),
         ("skip_radix_cache_insert", True),
         ("swa_host_hit_length", 16),
         ("mamba_host_hit_length", 16),
