@@ -87,6 +87,7 @@ def add_chunked_req(add: Add, adder: Any, req: Any) -> Any:
         _end(cache, restore)
         return add(adder, req)
     if pointers.gap == 0:
+        _reserve_rest(adder, restore)
         return req
     limit = page_floor(
         min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens),
@@ -97,12 +98,14 @@ def add_chunked_req(add: Add, adder: Any, req: Any) -> Any:
         return add(adder, req)
     claim = pointers.claim_compute(min(limit, cache.compute_claim_size(restore)))
     if claim is None:
+        _reserve_rest(adder, restore)
         return req
     adder.chunked_req_limit = claim.tokens
     with _credited(adder, claim.tokens + max(0, -int(adder.rem_total_tokens))):
         result = add(adder, req)
     computed = req.extend_end - claim.start if _is_admitted(adder, req) else 0
     _settle(cache, restore, claim.start, computed)
+    _reserve_rest(adder, restore)
     return result
 
 
@@ -198,10 +201,12 @@ def _admit_split(
     if queued:
         cache.admit(restore)
         _settle(cache, restore, claim.start, computed)
+        _reserve_rest(adder, restore)
         return verdict
     pointers.return_compute(claim.start + computed)
     if cache.take_slots(restore):
         cache.start(restore, admitted=True)
+        _reserve_rest(adder, restore)
     else:
         cache.discard(restore)
         cache.note_fallback(req, Fallback.NO_MEMORY)
@@ -244,6 +249,16 @@ def _settle(cache: CacheFlowRadixCache, restore: Restore, start: int, computed: 
     restore.pointers.return_compute(start + computed)
     if computed:
         cache.give_to_compute(restore, Span(start, start + computed))
+
+
+def _reserve_rest(adder: Any, restore: Restore) -> None:
+    """Keep others of this step from the memory that the request needs after its prefix.
+
+    SGLang need not: its chunk fills the step, so nobody is admitted beside it.
+    """
+    req = restore.req
+    rest = _total_tokens(adder, req) - (restore.span.stop - req.prefix_len)
+    adder.memory_budget.total_offset += rest
 
 
 def _is_plain_recompute(restore: Restore) -> bool:

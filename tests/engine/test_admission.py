@@ -34,6 +34,11 @@ def ask(stand, policy="split", rid="r", suffix=70, seed=1):
     return stand.request([*stand.tokens(seed, PREFIX), *rest], policy, rid)
 
 
+def rest(suffix=70):
+    """What a split of `ask` needs beyond its prefix: its suffix, its new tokens and a page."""
+    return suffix + 4 + 16
+
+
 def report_of(req):
     return req.customized_info["cacheflow_restore"][0]
 
@@ -117,7 +122,7 @@ def test_several_requests_with_one_prefix_and_with_several(make_stand):
 
 def test_the_first_claim_is_admitted_as_a_chunk(stand):
     req, adder = ask(stand), stand.adder()
-    with charged(adder, CHUNK, page=16):
+    with charged(adder, CHUNK, page=16, new=rest()):
         stand.add(adder, req)
     assert adder.new_chunked_req is req
     assert (req.prefix_len, req.extend_end, req.host_hit_length) == (0, CHUNK, 0)
@@ -130,7 +135,7 @@ def test_the_first_claim_is_admitted_as_a_chunk(stand):
 def test_the_first_claim_is_whole_pages_of_a_mixed_chunk(stand):
     req, adder = ask(stand), stand.adder(mixed=5)
     assert adder.rem_chunk_tokens % 16
-    with charged(adder, 112, page=16):
+    with charged(adder, 112, page=16, new=rest()):
         stand.add(adder, req)
     assert req.extend_end == 112
     hand_over(stand, adder)
@@ -218,7 +223,7 @@ def test_each_further_chunk_is_a_claim(stand):
     req, restore = chunked(stand)
     adder = stand.adder()
     free = stand.allocator.available_size()
-    with charged(adder, CHUNK, page=16):
+    with charged(adder, CHUNK, page=16, new=rest()):
         stand.chunked = stand.add_chunked(adder, req)
     assert stand.chunked is req
     assert (req.prefix_len, req.extend_end) == (CHUNK, 2 * CHUNK)
@@ -247,7 +252,7 @@ def test_it_is_parked_while_the_last_load_is_under_way(stand):
     other = stand.request(stand.tokens(5, 40), None, "other")
     stand.waiting.append(other)
     adder = stand.adder()
-    with charged(adder, 0):
+    with charged(adder, 0, new=rest()):
         assert stand.add_chunked(adder, req) is req
     assert not adder.can_run_list
     assert req.extend_end == req.prefix_len == CHUNK
@@ -481,7 +486,7 @@ def test_a_late_all_load_becomes_a_split(stand):
     restore.late = True
     free = stand.allocator.available_size()
     adder = stand.adder()
-    with charged(adder, CHUNK, page=16):
+    with charged(adder, CHUNK, page=16, new=rest()):
         stand.add(adder, req)
     assert adder.new_chunked_req is req
     assert stand.allocator.available_size() == free + CHUNK
@@ -611,6 +616,35 @@ def test_a_chunk_is_whole_however_little_memory_is_left(stand):
         assert req.extend_end > req.prefix_len
         stand.forward(adder)
         stand.check()
+
+
+@pytest.mark.parametrize("when", ["parked", "short claim", "first claim", "late"])
+def test_nobody_is_admitted_on_the_memory_that_a_split_still_needs(make_stand, when):
+    """Its suffix is charged when it is computed, and others fit beside a short claim."""
+    stand = make_stand(page=16, chunk=CHUNK, slots=PREFIX + 176)
+    stand.put_on_host(stand.tokens(1, PREFIX))
+    stand.loads = stand.step_loads()
+    req = ask(stand, "load" if when == "late" else "split")
+    stand.waiting.append(req)
+    other = stand.request(stand.tokens(20, 112), None, "other")
+    if when != "first claim":
+        stand.step()
+        restore = stand.cache.restores["r"]
+        while when == "parked" and restore.pointers.gap:
+            stand.loads.begin()
+        restore.late = when == "late"
+    stand.waiting.append(other)
+    stand.step(chunk=CHUNK + 112)
+    assert stand.chunked is req
+    assert other in stand.waiting
+    stand.loads.run()
+    while req not in stand.prefilled:
+        stand.step()
+        stand.check()
+    stand.finish(req)
+    stand.run()
+    stand.finish(other)
+    stand.check_at_rest()
 
 
 def test_requests_that_do_not_fit_together_still_all_end(make_stand):

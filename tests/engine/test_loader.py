@@ -114,9 +114,12 @@ def test_restores_are_served_in_the_order_they_began(lane):
 def test_room_that_a_returned_claim_makes_is_found_and_served_first(lane):
     first, second = restore_of("first"), restore_of("second", Span(0, 4096))
     first.pointers.claim_compute(256)
+    looked = []
+    lane.spoil = lambda rid, what: looked.append(what)
     lane.loader.submit(first)
-    until(lambda: lane.loader._thread is not None)
-    assert not lane.loads
+    until(lambda: bool(looked))
+    with lane.loader._changed:  # free once the lane waits
+        assert not lane.loads
     first.pointers.return_compute(192)
     until(lambda: done(first))
     assert [claim for _, claim in lane.loads] == [Span(256, 320), Span(192, 256)]
