@@ -8,15 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cacheflow_sgl.bench import CONTROL_VARIABLE
+from cacheflow_sgl.bench.protocol import Control
 from cacheflow_sgl.client import ServerProcess, SglangClient
 from tests.harness.plugin.cacheflow_test_plugin import SWITCH_VARIABLE
+from tests.harness.plugin.restore_faults import DIRECTORY_VARIABLE, IN_FLIGHT_VARIABLE, TestEnd
 from tests.harness.prompts import PAGE, random_prompt
 
 _PLUGIN_DIRECTORY = Path(__file__).parent / "plugin"
 _DEVICE_TOKENS = 4096
+_NEVER = 1_000_000
+"""Tokens; no prefix in storage is as long, so none is fetched."""
 _FLAGS = (
     *("--page-size", str(PAGE)),
     *("--chunked-prefill-size", "512"),
@@ -38,6 +44,9 @@ class Shape:
     env: tuple[tuple[str, str], ...] = ()
     stores: bool = False
     """Whether it starts with our backend, in the folder `launch-pages`."""
+    restores: bool = False
+    """Whether it starts so too, but never fetches: prefixes come from the host alone, over a link
+    and with faults that tests control."""
 
 
 DEFAULT = Shape("default")
@@ -71,6 +80,55 @@ FAILING = Shape(
 )
 """Our backend from the start, and SGLang's own injector of delays and failures around it."""
 
+_RESTORE_FLAGS = ("--max-total-tokens", "8192")
+RESTORES = Shape("restores", _RESTORE_FLAGS, restores=True)
+"""For restores from the host: SGLang's defaults and a roomy device."""
+
+TIGHT = Shape(
+    "restores-tight",
+    (
+        *("--max-total-tokens", "2048"),
+        *("--max-running-requests", "2"),
+        *NO_OVERLAP.flags,
+        "--enable-priority-scheduling",
+    ),
+    restores=True,
+)
+"""For restores from the host: room for little more than one, no overlap, requests preempted."""
+
+IN_FLIGHT = Shape(
+    "restores-in-flight",
+    ("--max-total-tokens", "2240"),
+    env=((IN_FLIGHT_VARIABLE, "1"),),
+    restores=True,
+)
+"""For restores from the host: can leave forwards in flight, with room for little more than one."""
+
+
+def _matrix(page: int, chunk: int, *, overlap: bool, mixed: bool) -> Shape:
+    name = f"restores-page{page}-chunk{chunk}"
+    flags = ["--page-size", str(page), "--chunked-prefill-size", str(chunk), *_RESTORE_FLAGS]
+    if mixed:
+        flags, name = [*flags, "--enable-mixed-chunk"], f"{name}-mixed"
+    if not overlap:
+        flags, name = [*flags, *NO_OVERLAP.flags], f"{name}-no-overlap"
+    return Shape(name, tuple(flags), restores=True)
+
+
+MATRIX = tuple(
+    _matrix(page, chunk, overlap=(row + column) % 2 == 0, mixed=(row + column) % 3 != 1)
+    for row, page in enumerate((1, 16, 64))
+    for column, chunk in enumerate((256, 512, 2048))
+)
+"""Every page size with every chunk; each of them with and without overlap, and mixed chunks."""
+
+OUTSIDE = (
+    Shape("outside-two-ranks", TWO_RANKS.flags, stores=True),
+    Shape("outside-write-back", ("--hicache-write-policy", "write_back"), stores=True),
+    Shape("outside-no-chunks", ("--chunked-prefill-size", "-1"), stores=True),
+)
+"""Servers that make no restores of ours."""
+
 
 def uses(*shapes: Shape) -> pytest.MarkDecorator:
     """Run a test with the fixture `server` on each of `shapes`."""
@@ -85,16 +143,23 @@ class SharedServer:
     Attributes:
         process: the server itself.
         directory: a folder for what belongs to it: log, pages.
+        shape: what it was started as.
+        link: the link from host to device, and eviction; of a shape that `restores`.
+        faults: what goes wrong with its restores, and their state; likewise.
     """
 
     def __init__(self, shape: Shape, model: Path, directory: Path) -> None:
         self.directory = directory
+        self.link = Control(directory / "link")
+        self.faults = TestEnd(directory)
+        self.shape = shape
         self._switch = directory / "spoil-loads"
         self.process = ServerProcess(
             model,
-            (*_FLAGS, *shape.flags, *(self._storage_flags() if shape.stores else ())),
+            (*_FLAGS, *shape.flags, *self._storage_flags()),
             env={
                 **dict(shape.env),
+                **(self._restore_env() if shape.restores else {}),
                 "PYTHONPATH": str(_PLUGIN_DIRECTORY),
                 SWITCH_VARIABLE: str(self._switch),
                 "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(directory / "file-pages"),
@@ -103,11 +168,28 @@ class SharedServer:
             admin_key="admin",
         )
 
+    def _restore_env(self) -> dict[str, str]:
+        return {
+            CONTROL_VARIABLE: str(self.link.path),
+            DIRECTORY_VARIABLE: str(self.directory),
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+            # One core computes, so that loads have the other.
+            "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        }
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """Options of our backend, as a server has them that starts with it."""
+        threshold = _NEVER if self.shape.restores else PAGE
+        return {"directory": str(self.directory / "launch-pages"), "prefetch_threshold": threshold}
+
     def _storage_flags(self) -> tuple[str, ...]:
-        options = {"directory": str(self.directory / "launch-pages"), "prefetch_threshold": PAGE}
+        if not (self.shape.stores or self.shape.restores):
+            return ()
         return (
             *("--hicache-storage-backend", "cacheflow"),
-            *("--hicache-storage-backend-extra-config", json.dumps(options)),
+            *("--hicache-storage-backend-extra-config", json.dumps(self.storage_options)),
         )
 
     @property
@@ -116,7 +198,10 @@ class SharedServer:
         return self.process.client
 
     def evict_device(self) -> None:
-        """Push every prefix out of the device pool by computing others; the host keeps them."""
+        """Push every prefix out of the device pool; the host keeps them."""
+        if self.shape.restores:
+            self.link.evict_device()
+            return
         for filler in range(4):
             self.client.generate(
                 random_prompt(_DEVICE_TOKENS // 4 + PAGE, seed=1000 + filler), max_new_tokens=1

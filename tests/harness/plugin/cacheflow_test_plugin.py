@@ -1,4 +1,4 @@
-"""Plugin of test servers: spoils the KV that they load, while a file says so.
+"""Plugin of test servers: spoils the KV that they load, while a file says so; more on request.
 
 A check that compares outputs proves little until it has been seen to fail. The file is named by
 an environment variable and looked for at each load, so one server serves both kinds of test.
@@ -22,6 +22,10 @@ def register() -> None:
         _spoil,
         HookType.AFTER,
     )
+    if directory := os.environ.get("CACHEFLOW_TEST_RESTORES"):
+        import restore_faults
+
+        restore_faults.register(Path(directory))
 
 
 def _spoil(
