@@ -19,6 +19,8 @@ from cacheflow_sgl.client import Generation, SglangClient
 
 _CALIBRATIONS = 3
 _WARM_UPS = 3
+_SLOW_LINK = 0.25
+"""Below this balance a load takes so long that only one kind of it is measured."""
 _LEARNERS = ("cacheflow", "cake", "split")
 """Variants that decide by rates the engine has learnt."""
 
@@ -46,14 +48,12 @@ class Case:
         prompt: prefix and suffix.
         control: the answer of the server when it had cached nothing.
         prefix_bytes: KV of the prefix on the device.
-        recompute_s: seconds of forwards over the prefix, at the start.
     """
 
     prefix_tokens: int
     prompt: Sequence[int]
     control: Generation
     prefix_bytes: int
-    recompute_s: float
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,17 @@ class Sent:
 
 def planned_requests(options: RestoreOptions) -> int:
     """How many requests `Bench.measure` sends: the length of its progress."""
-    warm_ups = len(warm_up_order(options.variants))
-    rounds = options.repeats * (len(options.variants) + 1)
-    balances = len(options.balances) * (warm_ups + rounds)
-    return len(options.prefix_tokens) * (1 + 1 + _CALIBRATIONS + balances)
+    balances = 0
+    for balance in options.balances:
+        variants = measured_variants(options.variants, balance)
+        rounds = options.repeats * (len(variants) + 1)
+        balances += _CALIBRATIONS + len(warm_up_order(variants)) + rounds
+    return len(options.prefix_tokens) * (1 + 1 + balances)
+
+
+def measured_variants(variants: Sequence[str], balance: float) -> list[str]:
+    """What is measured at a balance: both kinds of load, but on a slow link our own alone."""
+    return [each for each in variants if each != "sglang" or balance >= _SLOW_LINK]
 
 
 def warm_up_order(variants: Sequence[str]) -> list[str]:
@@ -133,11 +140,16 @@ class Bench:
         for prefix_tokens in self._options.prefix_tokens:
             case = self._prepare(prefix_tokens)
             for balance in self._options.balances:
-                rate = case.prefix_bytes * balance / case.recompute_s
+                variants = measured_variants(self._options.variants, balance)
+                # The machine drifts, so each balance is set by a fresh look at compute.
+                rate = case.prefix_bytes * balance / self._recompute_s(case)
                 self._control.set_rate(rate)
-                for variant in warm_up_order(self._options.variants):
+                for variant in warm_up_order(variants):
                     self._run(case, variant)
-                rounds = [self._round(case, number) for number in range(self._options.repeats)]
+                rounds = [
+                    self._round(case, round_order(variants, number))
+                    for number in range(self._options.repeats)
+                ]
                 yield Measurement(case, balance, rate, rounds)
 
     def _prepare(self, prefix_tokens: int) -> Case:
@@ -149,16 +161,18 @@ class Bench:
         if cold.cached.total:
             raise BenchError("the server had cached a prompt that it never saw")
         self._control.evict_device()
-        case = Case(prefix_tokens, prompt, cold, 0, 0.0)
-        prefix_bytes = self._run(case, "sglang").loaded_bytes
-        recomputes = [self._run(case, "recompute") for _ in range(_CALIBRATIONS)]
-        recompute_s = float(np.median([run.compute_s for run in recomputes]))
-        return replace(case, prefix_bytes=prefix_bytes, recompute_s=recompute_s)
+        case = Case(prefix_tokens, prompt, cold, 0)
+        return replace(case, prefix_bytes=self._run(case, "sglang").loaded_bytes)
 
-    def _round(self, case: Case, number: int) -> Round:
+    def _recompute_s(self, case: Case) -> float:
+        """Seconds of forwards over the prefix, now."""
+        recomputes = [self._run(case, "recompute") for _ in range(_CALIBRATIONS)]
+        return float(np.median([run.compute_s for run in recomputes]))
+
+    def _round(self, case: Case, order: Sequence[str]) -> Round:
         runs: dict[str, Run] = {}
         hit_ttft_s = 0.0
-        for variant in round_order(self._options.variants, number):
+        for variant in order:
             sent = self._send(case, variant)
             if not runs:
                 hit_ttft_s = self._hit(case)

@@ -115,7 +115,8 @@ class _Reference:
 def rows_of(measurement: Measurement, policies: Sequence[str]) -> list[Row]:
     """One row for each of `policies`."""
     rounds = measurement.rounds
-    load = min(("sglang", "load"), key=lambda variant: _median_ttft(rounds, variant))
+    loads = [variant for variant in ("sglang", "load") if variant in rounds[0].runs]
+    load = min(loads, key=lambda variant: _median_ttft(rounds, variant))
     best_single = min(("recompute", load), key=lambda variant: _median_ttft(rounds, variant))
     bounds_s = [bound_s(each, load, measurement.case.prefix_bytes) for each in rounds]
     reference = _Reference(load, best_single, bounds_s)
