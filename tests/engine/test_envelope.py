@@ -123,6 +123,7 @@ def test_a_plain_request_is_supported(make_stand):
         ("token_indices_to_pool", [0]),
         ("beam_group", object()),
         ("return_hidden_states", True),
+        ("dllm_config", object()),
         ("return_routed_experts", True),
         ("dllm_config", object()),
         ("skip_radix_cache_insert", True),

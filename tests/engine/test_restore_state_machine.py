@@ -208,6 +208,6 @@ def test_restores_in_any_order_for_longer(machine):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=1000, stateful_step_count=60, deadline=None, suppress_health_check=CHECKS
+            max_examples=600, stateful_step_count=60, deadline=None, suppress_health_check=CHECKS
         ),
     )
