@@ -16,6 +16,8 @@ from cacheflow_sgl.core.geometry import Span, page_ceil, page_floor
 MARGIN = 0.10
 """Share of the better single way's time that a split must be predicted to save."""
 
+LONGEST_LOAD_S = 0.1
+"""Predicted seconds of one load where nothing is computed beside it."""
 _LATENCIES_PER_LOAD = 4
 """A load takes at least this many latencies, so that latency never dominates the link."""
 _COARSE_CHUNKS = 8
@@ -206,6 +208,19 @@ def load_claim(*, position: int, gap: int, chunk: int, page: int, costs: Costs) 
     half_step = costs.compute.seconds(position, chunk) / 2 * tokens_per_s
     efficient = _LATENCIES_PER_LOAD * costs.link.latency_s * tokens_per_s
     tokens = round(max(min(half_step, gap / 4), min(efficient, gap / 2)) / page) * page
+    return _whole_pages(tokens, gap, page)
+
+
+def lone_load_claim(*, span: Span, gap: int, chunk: int, page: int, costs: Costs) -> int:
+    """Tokens that the next load should take where nothing is computed: a quarter of the span.
+
+    No meeting is near, so it need not be short; several, so that the watchdog sees one that is
+    late; and none longer than `LONGEST_LOAD_S`, which is what an abort may have to wait for.
+    Whole pages, at most `gap`.
+    """
+    tokens = max(chunk, span.tokens // 4)
+    if costs.link.known:
+        tokens = min(tokens, int(LONGEST_LOAD_S * costs.link.bytes_per_s / costs.bytes_per_token))
     return _whole_pages(tokens, gap, page)
 
 

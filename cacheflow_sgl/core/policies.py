@@ -90,5 +90,11 @@ class Planner:
             position=position, gap=gap, chunk=self.chunk, page=self.page, costs=self.costs
         )
 
+    def lone_load_claim(self, *, span: Span, gap: int) -> int:
+        """Tokens the next load of an all-load should take; see `plans.lone_load_claim`."""
+        return plans.lone_load_claim(
+            span=span, gap=gap, chunk=self.chunk, page=self.page, costs=self.costs
+        )
+
     def _whole_chunk(self, gap: int) -> int:
         return min(max(page_floor(self.chunk, self.page), self.page), gap)

@@ -362,6 +362,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         assert self.planner is not None
         if restore.probe:
             return int(self.page_size)
+        if restore.holds_compute:
+            return self.planner.lone_load_claim(span=restore.span, gap=restore.pointers.gap)
         return self.planner.load_claim(
             restore.policy, position=restore.pointers.position, gap=restore.pointers.gap
         )

@@ -20,6 +20,7 @@ from cacheflow_sgl.core.plans import (
     compute_claim,
     forced,
     load_claim,
+    lone_load_claim,
     plan,
 )
 
@@ -389,3 +390,22 @@ def test_waiting_for_the_loads_saves_a_forward(tokens_per_s: float) -> None:
         for overlap in (False, True)
     ]
     assert times[1] <= 1.02 * times[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gap", "bytes_per_s", "claim"),
+    [
+        (4096, 4096, None, 1024),
+        (4096, 640, None, 640),
+        (1024, 1024, None, 512),
+        (65536, 65536, 1e12, 16384),
+        (65536, 65536, 10_000 * BYTES_PER_TOKEN, 960),
+        (65536, 65536, 100 * BYTES_PER_TOKEN, 64),
+    ],
+)
+def test_a_lone_load_takes_a_quarter_but_not_for_long(tokens, gap, bytes_per_s, claim):
+    costs = Costs(ComputeCost(), LinkCost(), BYTES_PER_TOKEN)
+    if bytes_per_s is not None:
+        costs.link.observe(10_000_000, 10_000_000 / bytes_per_s)
+    span = Span(64, 64 + tokens)
+    assert lone_load_claim(span=span, gap=gap, chunk=512, page=PAGE, costs=costs) == claim
