@@ -68,10 +68,10 @@ class Loader:
             if self._thread is None or not self._thread.is_alive():
                 return  # nothing is left that could write
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a load has landed or failed, at most `timeout_s`."""
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for what only a load that lands or fails can bring about; whether it came about."""
         with self._changed:
-            self._changed.wait(timeout_s)
+            return self._changed.wait_for(condition, timeout_s)
 
     def close(self) -> None:
         """End the thread; loads under way end first."""

@@ -253,9 +253,15 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         restore.pointers.claim_compute(restore.span.tokens)
         self._report(restore, Outcome.RECOMPUTED)
 
-    def wait_for_load(self, timeout_s: float) -> None:
-        """Let the I/O lane have the interpreter until a load has ended, at most `timeout_s`."""
-        self._loader.wait(timeout_s)
+    def wait_for_load(self, timeout_s: float) -> bool:
+        """Wait until a restore can go on, at most `timeout_s`; whether one can.
+
+        Meanwhile the I/O lane has the interpreter to itself.
+        """
+        if not self._loader.wait_until(self._can_go_on, timeout_s):
+            return False
+        self._settle_queued()
+        return True
 
     def loaded_while_queued(self, req: Any) -> int:
         """Tokens of its prefix that were loaded while it waited; told once."""
@@ -270,15 +276,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
             return
         self._export_metrics()
         self._learn_from_forwards()
-        now_s = time.perf_counter()
-        for restore in [r for r in self.restores.values() if not r.admitted]:
-            if restore.failed_loads or restore.pointers.loading_stopped:
-                self._failed_in_queue.add(restore.req.rid)
-                self.end(restore, Outcome.RETRACTED)
-            elif restore.pointers.loaded_tokens == restore.span.tokens:
-                self._publish(restore)
-            elif not restore.late and self._is_late(restore, now_s):
-                restore.late = True
+        self._settle_queued()
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Whether a waiting request may be admitted: not while all of its prefix is loaded."""
@@ -341,6 +339,24 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         storage = self._storage
         if self._metrics is None and self._enable_metrics_flag and storage is not None:
             self._metrics = RestoreMetrics(storage.rank_labels, [word.value for word in Fallback])
+
+    def _can_go_on(self) -> bool:
+        return any(
+            not restore.pointers.meeting if restore.admitted else restore.loads_ended
+            for restore in self.restores.values()
+        )
+
+    def _settle_queued(self) -> None:
+        """Publish what has landed for waiting requests; give up what failed; see what is late."""
+        now_s = time.perf_counter()
+        for restore in [r for r in self.restores.values() if not r.admitted]:
+            if restore.failed_loads or restore.pointers.loading_stopped:
+                self._failed_in_queue.add(restore.req.rid)
+                self.end(restore, Outcome.RETRACTED)
+            elif restore.loads_ended:
+                self._publish(restore)
+            elif not restore.late and self._is_late(restore, now_s):
+                restore.late = True
 
     def _transfer(self, restore: Restore, claim: Span) -> int:
         """Copy from host to device and wait for it (I/O thread); bytes moved."""

@@ -102,6 +102,13 @@ class Restore:
         return self.plan.way is Way.LOAD and not self.late
 
     @property
+    def loads_ended(self) -> bool:
+        """Whether all of the span has landed, or no more of it will."""
+        pointers = self.pointers
+        landed = pointers.loaded_tokens == self.span.tokens
+        return landed or self.failed_loads > 0 or pointers.loading_stopped
+
+    @property
     def private(self) -> Span:
         """Tokens whose device slots only this restore knows."""
         if not self.device_slots.numel():

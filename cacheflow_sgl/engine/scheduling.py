@@ -10,7 +10,8 @@ from typing import Any
 
 from .radix_cache import REQUEST_KEY, CacheFlowRadixCache
 
-_IDLE_WAIT_S = 0.005
+_IDLE_WAIT_S = 0.01
+"""A step that has nothing else to do waits this long for loads, then looks at its inbox."""
 
 
 def new_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kw: Any) -> Any:
@@ -23,10 +24,11 @@ def new_prefill_batch(original: Callable[..., Any], scheduler: Any, *args: Any, 
         return None, running
     batch, running = original(scheduler, *args, **kw)
     if batch is None:
-        if running.is_empty() and not scheduler.last_batch and cache.restores:
-            # SGLang would spin, and a spinning interpreter slows the I/O lane.
-            cache.wait_for_load(_IDLE_WAIT_S)
-    else:
+        # SGLang would spin, and a spinning interpreter slows the I/O lane.
+        idle = running.is_empty() and not scheduler.last_batch and bool(cache.restores)
+        if idle and cache.wait_for_load(_IDLE_WAIT_S):
+            batch, running = original(scheduler, *args, **kw)
+    if batch is not None:
         _leave_parked_out(batch)
     return batch, running
 

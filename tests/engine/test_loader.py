@@ -304,11 +304,13 @@ def test_closing_wakes_an_idle_lane(lane):
     assert not lane.loader._thread.is_alive()
 
 
-def test_waiting_ends_with_a_load(lane):
+def test_waiting_ends_with_the_load_that_brings_it_about(lane):
     lane.open.clear()
-    lane.loader.submit(restore_of())
+    restore = restore_of()
+    lane.loader.submit(restore)
     assert lane.begun.wait(PATIENCE_S)
-    waiting = in_the_background(lane.loader.wait, 600.0)
+    assert not lane.loader.wait_until(lambda: restore.loads_ended, 0.01)
+    waiting = in_the_background(lane.loader.wait_until, lambda: restore.loads_ended, 600.0)
     waiting.join(0.05)
     assert waiting.is_alive()
     lane.open.set()

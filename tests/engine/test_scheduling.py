@@ -109,6 +109,29 @@ def test_only_an_idle_scheduler_waits_for_a_load(stand, scheduling, running, las
     assert all(0 < wait_s < 1 for wait_s in stand.waits)
 
 
+@pytest.mark.parametrize("news", [True, False])
+def test_a_step_is_taken_again_when_a_restore_can_go_on(stand, scheduling, monkeypatch, news):
+    monkeypatch.setattr(stand.cache, "wait_for_load", lambda timeout_s: news)
+    scheduler = Scheduler(stand)
+    assert scheduler.step(scheduling) is None
+    assert scheduler.steps == 1 + news
+
+
+def test_waiting_ends_when_all_has_landed_and_publishes_it(make_stand):
+    stand = make_stand()
+    tokens = stand.tokens(1, PREFIX)
+    stand.put_on_host(tokens)
+    loads = stand.step_loads()
+    restore = stand.loads_while_queued(tokens)
+    assert not stand.cache.wait_for_load(0.01)
+    loads.run()
+    assert stand.cache.wait_for_load(10)
+    assert not stand.cache.restores
+    assert stand.matched(tokens) == (PREFIX, 0)
+    stand.abort(restore.req)
+    stand.check_at_rest()
+
+
 def test_a_scheduler_whose_restore_has_ended_does_not_wait(stand, scheduling):
     scheduler = Scheduler(stand)
 
