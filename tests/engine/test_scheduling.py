@@ -128,7 +128,7 @@ def test_waiting_ends_when_all_has_landed_and_publishes_it(make_stand):
     assert stand.cache.wait_for_load(10)
     assert not stand.cache.restores
     assert stand.matched(tokens) == (PREFIX, 0)
-    stand.abort(restore.req)
+    assert stand.cache.loaded_while_queued(restore.req) == PREFIX
     stand.check_at_rest()
 
 
