@@ -212,13 +212,13 @@ def load_claim(*, position: int, gap: int, chunk: int, page: int, costs: Costs) 
 
 
 def lone_load_claim(*, span: Span, gap: int, chunk: int, page: int, costs: Costs) -> int:
-    """Tokens that the next load should take where nothing is computed: a quarter of the span.
+    """Tokens that the next load should take where nothing is computed: half of the span.
 
-    No meeting is near, so it need not be short; several, so that the watchdog sees one that is
-    late; and none longer than `LONGEST_LOAD_S`, which is what an abort may have to wait for.
+    No meeting is near, so it need not be short; two, so that the watchdog sees one that is late
+    before all is lost; and none longer than `LONGEST_LOAD_S`, which is what an abort may have to wait for.
     Whole pages, at most `gap`.
     """
-    tokens = max(chunk, span.tokens // 4)
+    tokens = max(chunk, page_ceil(span.tokens // 2, page))
     if costs.link.known:
         tokens = min(tokens, int(LONGEST_LOAD_S * costs.link.bytes_per_s / costs.bytes_per_token))
     return _whole_pages(tokens, gap, page)

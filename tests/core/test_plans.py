@@ -395,15 +395,15 @@ def test_waiting_for_the_loads_saves_a_forward(tokens_per_s: float) -> None:
 @pytest.mark.parametrize(
     ("tokens", "gap", "bytes_per_s", "claim"),
     [
-        (4096, 4096, None, 1024),
+        (4096, 4096, None, 2048),
         (4096, 640, None, 640),
         (1024, 1024, None, 512),
-        (65536, 65536, 1e12, 16384),
+        (65536, 65536, 1e12, 32768),
         (65536, 65536, 10_000 * BYTES_PER_TOKEN, 960),
         (65536, 65536, 100 * BYTES_PER_TOKEN, 64),
     ],
 )
-def test_a_lone_load_takes_a_quarter_but_not_for_long(tokens, gap, bytes_per_s, claim):
+def test_a_lone_load_takes_half_but_not_for_long(tokens, gap, bytes_per_s, claim):
     costs = Costs(ComputeCost(), LinkCost(), BYTES_PER_TOKEN)
     if bytes_per_s is not None:
         costs.link.observe(10_000_000, 10_000_000 / bytes_per_s)
