@@ -125,7 +125,12 @@ MATRIX = tuple(
 OUTSIDE = (
     Shape("outside-two-ranks", TWO_RANKS.flags, stores=True),
     Shape("outside-write-back", ("--hicache-write-policy", "write_back"), stores=True),
-    Shape("outside-no-chunks", ("--chunked-prefill-size", "-1"), stores=True),
+    # SGLang's own share of memory comes out negative there.
+    Shape(
+        "outside-no-chunks",
+        ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5"),
+        stores=True,
+    ),
 )
 """Servers that make no restores of ours."""
 
