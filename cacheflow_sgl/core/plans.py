@@ -10,12 +10,14 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cacheflow_sgl.core.costs import ComputeCost, LinkCost
+from cacheflow_sgl.core.costs import MIN_ROWS, ComputeCost, LinkCost
 from cacheflow_sgl.core.geometry import Span, page_ceil, page_floor
 
 MARGIN = 0.10
 """Share of the better single way's time that a split must be predicted to save."""
 
+_FIRST_CLAIM = 512
+"""Most tokens of a forward while a cost is unknown: by the next one both have been measured."""
 LONGEST_LOAD_S = 0.1
 """Predicted seconds of one load where nothing is computed beside it."""
 _LATENCIES_PER_LOAD = 4
@@ -161,9 +163,9 @@ def compute_claim(
         least forward would end: it is better to wait then, and to ask again.
     """
     most = _whole_pages(chunk, gap, page)
-    least = min(2 * page, most)
+    least = min(max(2 * page, page_ceil(MIN_ROWS, page)), most)
     if not costs.known:
-        return max(least, min(most, page_ceil(gap // 2, page)))
+        return max(least, min(most, page_ceil(min(gap // 2, _FIRST_CLAIM), page)))
 
     def compute_s(tokens: int) -> float:
         return compute_in_flight_s + costs.compute.seconds(position, tokens)
@@ -215,7 +217,7 @@ def lone_load_claim(*, span: Span, gap: int, chunk: int, page: int, costs: Costs
     """Tokens that the next load should take where nothing is computed: half of the span.
 
     No meeting is near, so it need not be short; two, so that the watchdog sees one that is late
-    before all is lost; and none longer than `LONGEST_LOAD_S`, which is what an abort may have to wait for.
+    before all is lost; and none longer than `LONGEST_LOAD_S`, for which an abort may have to wait.
     Whole pages, at most `gap`.
     """
     tokens = max(chunk, page_ceil(span.tokens // 2, page))

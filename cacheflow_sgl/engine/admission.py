@@ -60,12 +60,19 @@ def add_one_req(
         return _admit_hit(cache, stock, adder, req)
     choice = _choose(cache, adder, req)
     if isinstance(choice, Fallback):
-        verdict = stock()
-        if _is_admitted(adder, req):
-            cache.note_fallback(req, choice)
-        return verdict
+        return _fall_back(cache, stock, adder, req, choice, chunked)
+    return _begin(cache, stock, adder, choice, chunked)
+
+
+def _begin(
+    cache: CacheFlowRadixCache,
+    stock: Callable[[], Any],
+    adder: Any,
+    choice: Restore,
+    chunked: bool,
+) -> Any:
     if choice.plan.way is Way.LOAD or (choice.plan.way is Way.SPLIT and chunked):
-        return _load_in_queue(cache, stock, adder, choice)
+        return _load_in_queue(cache, stock, adder, choice, chunked)
     if chunked or (choice.plan.way is Way.RECOMPUTE and not choice.probe):
         return _admit_recompute(cache, stock, adder, choice, chunked)
     return _admit_split(cache, stock, adder, choice)
@@ -125,8 +132,29 @@ def _choose(cache: CacheFlowRadixCache, adder: Any, req: Any) -> Restore | Fallb
     return cache.new_restore(req, host, policy, plan, probe=probe)
 
 
+def _fall_back(
+    cache: CacheFlowRadixCache,
+    stock: Callable[[], Any],
+    adder: Any,
+    req: Any,
+    reason: Fallback,
+    chunked: bool,
+) -> Any:
+    """SGLang's own way. Its load-back may bring nothing; then too the request must fit."""
+    if chunked and not _fits_whole(adder, req, loaded=0):
+        return AddReqResult.OTHER
+    verdict = stock()
+    if _is_admitted(adder, req):
+        cache.note_fallback(req, reason)
+    return verdict
+
+
 def _load_in_queue(
-    cache: CacheFlowRadixCache, stock: Callable[[], Any], adder: Any, restore: Restore
+    cache: CacheFlowRadixCache,
+    stock: Callable[[], Any],
+    adder: Any,
+    restore: Restore,
+    chunked: bool,
 ) -> Any:
     """Load the prefix while the request waits; it takes no part in this step.
 
@@ -148,10 +176,7 @@ def _load_in_queue(
     restore.lock = cache.lock(req.last_node)
     if not cache.take_slots(restore):
         cache.discard(restore)
-        verdict = stock()
-        if _is_admitted(adder, req):
-            cache.note_fallback(req, Fallback.NO_MEMORY)
-        return verdict
+        return _fall_back(cache, stock, adder, req, Fallback.NO_MEMORY, chunked)
     cache.start(restore, admitted=False)
     return AddReqResult.CONTINUE
 
@@ -294,8 +319,10 @@ def _capped(adder: Any, tokens: int) -> Iterator[None]:
         adder.rem_chunk_tokens += before - tokens
 
 
-def _fits_whole(adder: Any, req: Any) -> bool:
-    rest = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
+def _fits_whole(adder: Any, req: Any, loaded: int | None = None) -> bool:
+    """Whether what is left to compute fits into this step; `loaded`: tokens that the host gives."""
+    given = req.host_hit_length if loaded is None else loaded
+    rest = len(req.full_untruncated_fill_ids) - req.prefix_len - given
     return adder.rem_chunk_tokens is None or adder.ceil_paged_tokens(rest) <= adder.rem_chunk_tokens
 
 

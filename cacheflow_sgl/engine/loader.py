@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_LOADS = 3
 _POLL_S = 0.01
 """How often a lane without anything to claim looks again; a returned claim makes room."""
+_FENCE_POLL_S = 0.001
+"""How often it looks whether a restore that may not write yet now may."""
 
 
 class Loader:
@@ -53,7 +55,7 @@ class Loader:
         """Load for `restore` from now on, after those submitted before it."""
         with self._changed:
             self._restores.append(restore)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="cacheflow-io", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -97,11 +99,18 @@ class Loader:
                     claim = self._claim(restore)
                     if claim is not None:
                         return restore, claim
-                self._changed.wait(_POLL_S if self._restores else None)
+                self._changed.wait(self._patience_s())
             return None
+
+    def _patience_s(self) -> float | None:
+        if any(restore.fence for restore in self._restores):
+            return _FENCE_POLL_S
+        return _POLL_S if self._restores else None
 
     def _claim(self, restore: Restore) -> Span | None:
         try:
+            if not restore.may_write():
+                return None
             return restore.pointers.claim_load(self._claim_size(restore))
         except Exception:
             # The thread serves others, too; this one is left to compute.
@@ -111,11 +120,9 @@ class Loader:
 
     def _load(self, restore: Restore, claim: Span) -> None:
         try:
-            for event in restore.fence:
-                event.synchronize()
-            restore.fence = ()
             began_s = time.perf_counter()
             restore.loading = (claim, began_s)
+            restore.first_load_s = restore.first_load_s or began_s
             nbytes = self._transfer(restore, claim)
             ended_s = time.perf_counter()
             self._observe(nbytes, ended_s - began_s)

@@ -111,7 +111,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         """The policy that the request names, or else the server's."""
         asked = (req.sampling_params.custom_params or {}).get(REQUEST_KEY)
         options = self.options
-        if options is None:
+        if options is None or self.is_write_back:
             return Policy.SGLANG
         if req.rid in self._failed_in_queue:
             return Policy.RECOMPUTE
@@ -141,15 +141,16 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         plan = self.planner.plan(policy, span)
         if policy is not Policy.CACHEFLOW or plan.way is not Way.RECOMPUTE:
             return plan, False
-        self._recomputes += 1
-        return plan, self._recomputes % _RECOMPUTES_PER_PROBE == 0
+        return plan, (self._recomputes + 1) % _RECOMPUTES_PER_PROBE == 0
 
     def compute_claim_size(self, restore: Restore) -> int:
         """Tokens that the next forward of this restore should take."""
         assert self.planner is not None
         now_s = time.perf_counter()
-        if self._load_is_overdue(restore, now_s):
-            return min(self.planner.chunk, restore.pointers.gap)  # loads cannot be counted on
+        pointers = restore.pointers
+        nothing_comes = pointers.loading_stopped and not pointers.loads_in_flight
+        if nothing_comes or self._load_is_overdue(restore, now_s):
+            return min(self.planner.chunk, restore.pointers.gap)  # no load can be counted on
         return self.planner.compute_claim(
             restore.policy,
             position=restore.pointers.position,
@@ -192,6 +193,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
     def start(self, restore: Restore, *, admitted: bool) -> None:
         """Load from now on."""
         restore.admitted = admitted
+        self._recomputes += restore.probe
         self.restores[restore.req.rid] = restore
         self._loader.submit(restore)
 
@@ -202,7 +204,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
 
     def give_to_compute(self, restore: Restore, claim: Span) -> None:
         """Free the slots of a compute claim: SGLang takes as many again for the forward."""
-        self.token_to_kv_pool_allocator.free(restore.device_slots_of(claim))
+        self._free(restore.device_slots_of(claim))
 
     def jump(self, restore: Restore) -> None:
         """Where the pointers have met, let the request's row have what was loaded."""
@@ -230,8 +232,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         self._loader.withdraw(restore)
         self.restores.pop(restore.req.rid, None)
         private = restore.private
-        if private.tokens:
-            self.token_to_kv_pool_allocator.free(restore.device_slots_of(private))
+        self._free(restore.device_slots_of(private))
         self._unpin(restore)
         self._unlock(restore)
         restore.goes_on(time.perf_counter())
@@ -250,6 +251,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
 
     def note_recompute(self, restore: Restore) -> None:
         """A request was admitted as a plain recompute, by choice: all will be computed."""
+        self._recomputes += 1
         restore.pointers.claim_compute(restore.span.tokens)
         self._report(restore, Outcome.RECOMPUTED)
 
@@ -301,6 +303,8 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         for restore in list(self.restores.values()):
             self._loader.withdraw(restore)
             del self.restores[restore.req.rid]
+        self._loaded_while_queued.clear()
+        self._failed_in_queue.clear()
         super().reset()
 
     def shutdown(self) -> None:
@@ -415,10 +419,11 @@ class CacheFlowRadixCache(UnifiedRadixCache):
 
     def _is_late(self, restore: Restore, now_s: float) -> bool:
         """The watchdog of an all-load: whether it takes much longer than predicted."""
-        expected_s = restore.plan.expected_s.get(Way.LOAD)
-        return self._load_is_overdue(restore, now_s) or is_overdue(
-            now_s - restore.began_s, expected_s
-        )
+        if self._load_is_overdue(restore, now_s):
+            return True
+        if restore.first_load_s is None:  # other restores have the lane, or a forward must end
+            return False
+        return is_overdue(now_s - restore.first_load_s, restore.plan.expected_s.get(Way.LOAD))
 
     def _load_is_overdue(self, restore: Restore, now_s: float) -> bool:
         """Whether its load under way takes much longer than predicted."""
@@ -444,10 +449,13 @@ class CacheFlowRadixCache(UnifiedRadixCache):
             )
             self.tree_core.finish_load_back(restore.host.anchor)
             slots = slots[:spare]
-        if slots.numel():
-            self.token_to_kv_pool_allocator.free(slots)
+        self._free(slots)
         self._loaded_while_queued[restore.req.rid] = restore.span.tokens
         self.end(restore, Outcome.RESTORED)
+
+    def _free(self, slots: torch.Tensor) -> None:
+        """Give whole pages, in token order, back; unlike `free` this waits for no device."""
+        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
 
     def _end_of(self, rid: str, outcome: Outcome) -> None:
         self._loaded_while_queued.pop(rid, None)
@@ -464,6 +472,13 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         self.unlock(restore.lock)
         restore.lock = None
 
+    def _trace_path(self, path: str) -> Path:
+        """One file for each data-parallel replica."""
+        file = Path(path).expanduser()
+        storage = self._storage
+        replica = "0" if storage is None else storage.rank_labels["dp_rank"]
+        return file if replica in ("0", "None") else file.with_stem(f"{file.stem}-dp{replica}")
+
     def _report(self, restore: Restore, outcome: Outcome) -> RestoreReport:
         report = restore.report(outcome, time.perf_counter())
         if outcome is not Outcome.RETRACTED:  # its request starts again, and is told then
@@ -473,7 +488,7 @@ class CacheFlowRadixCache(UnifiedRadixCache):
         options = self.options
         if options is not None and options.restore_trace is not None:
             if self._timeline is None:
-                self._timeline = Timeline(Path(options.restore_trace).expanduser(), rank=0)
+                self._timeline = Timeline(self._trace_path(options.restore_trace), rank=0)
             self._timeline.add(report, restore.compute_lane, restore.io_lane)
         return report
 
@@ -486,7 +501,7 @@ def create(original: Any, ctx: Any, *, cache_class: Any = None) -> Any:
     if cache_class is None and ctx.enable_hierarchical_cache and not ctx.disable_radix_cache:
         cache_class = CacheFlowRadixCache
     cache = original(ctx, cache_class=cache_class)
-    if isinstance(cache, CacheFlowRadixCache):
+    if isinstance(cache, CacheFlowRadixCache) and cache.planner is not None:
         setattr(ctx.tp_worker, forward_clock.ATTRIBUTE, cache.clock)
     return cache
 
@@ -502,6 +517,8 @@ def _timing_event_maker() -> Any:
 
 def _count_cached(req: Any, loaded: Span) -> None:
     """Put tokens that were loaded after admission into `cached_tokens_details`."""
+    if req.retracted_stain:
+        return  # SGLang counts the first try only
     start = req.storage_hit_start
     from_storage = 0
     if start is not None and req.storage_hit_length:

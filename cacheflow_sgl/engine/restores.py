@@ -37,7 +37,7 @@ class HostSpan:
     anchor: Any
 
 
-@dataclass
+@dataclass(eq=False)
 class Restore:
     """State of one restore. The scheduler thread owns it; the I/O thread claims and loads.
 
@@ -57,6 +57,7 @@ class Restore:
         late: whether the watchdog has started the compute of an all-load.
         probe: load one page only, to learn how fast the link is now.
         loading: the claim that the I/O lane loads now, and since when.
+        first_load_s: when its first load began.
         decode_steps: steps that running requests were given since its last chunk.
     """
 
@@ -81,6 +82,7 @@ class Restore:
     waiting_since_s: float | None = None
     wait_s: float = 0.0
     loading: tuple[Span, float] | None = None
+    first_load_s: float | None = None
     decode_steps: int = 0
 
     @classmethod
@@ -100,6 +102,13 @@ class Restore:
     def holds_compute(self) -> bool:
         """Whether the compute lane leaves it to the loads."""
         return self.plan.way is Way.LOAD and not self.late
+
+    def may_write(self) -> bool:
+        """Whether all that might still write to its device slots has ended (I/O thread)."""
+        if not all(event.query() for event in self.fence):
+            return False
+        self.fence = ()
+        return True
 
     @property
     def loads_ended(self) -> bool:

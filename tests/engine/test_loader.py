@@ -191,28 +191,39 @@ def test_whatever_one_restore_does_to_the_lane_others_are_served(lane, what):
     assert not bad.pointers.loads_in_flight
 
 
-def test_a_fence_is_passed_once_before_the_first_load(lane):
-    order = []
-    lane.spoil = lambda rid, what: order.append(what)
+def test_no_load_begins_before_the_fence_has_passed_and_others_go_on(lane):
+    passed = threading.Event()
+    fenced, good = restore_of("fenced"), restore_of("good")
+    fenced.fence = (SimpleNamespace(query=lambda: True), SimpleNamespace(query=passed.is_set))
+    lane.loader.submit(fenced)
+    lane.loader.submit(good)
+    until(lambda: done(good))
+    assert {rid for rid, _ in lane.loads} == {"good"}
+    assert not fenced.pointers.loads_in_flight
+    passed.set()
+    until(lambda: done(fenced))
+    assert fenced.fence == ()
+
+
+def test_a_restore_behind_its_fence_is_withdrawn_at_once(lane):
     restore = restore_of()
-    fences = [SimpleNamespace(synchronize=lambda n=n: order.append(n)) for n in (1, 2)]
-    restore.fence = tuple(fences)
+    restore.fence = (SimpleNamespace(query=lambda: False),)
     lane.loader.submit(restore)
-    until(lambda: done(restore))
-    assert [step for step in order if step != "size"] == [1, 2, *["transfer", "observe"] * 4]
+    lane.loader.withdraw(restore)
+    assert not lane.loads
 
 
-def test_a_fence_that_breaks_is_a_failed_load(lane):
+def test_a_fence_that_breaks_leaves_its_restore_to_compute(lane):
     def broken():
         raise RuntimeError("device lost")
 
     restore, good = restore_of("bad"), restore_of("good")
-    restore.fence = (SimpleNamespace(synchronize=broken),)
+    restore.fence = (SimpleNamespace(query=broken),)
     lane.loader.submit(restore)
     lane.loader.submit(good)
     until(lambda: done(good))
-    assert restore.failed_loads == 3
-    assert ("bad", Span(256, 320)) not in lane.loads, "it wrote without having passed the fence"
+    assert restore.pointers.loading_stopped
+    assert {rid for rid, _ in lane.loads} == {"good"}, "it wrote without having passed the fence"
 
 
 def test_a_probe_is_one_load(lane):
