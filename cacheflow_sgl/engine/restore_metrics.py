@@ -94,7 +94,8 @@ class RestoreMetrics:
         self._counter("restores", way=report.way, outcome=report.outcome).inc()
         self._counter("restore_late").inc(report.late)
         self._counter("restore_failed_loads").inc(report.failed_loads)
-        if report.complete:
+        # A plain recompute is left to SGLang once it is chosen: how long it takes is not seen.
+        if report.complete and report.way != Way.RECOMPUTE:
             _seconds().labels(**self._labels, way=report.way).observe(report.restore_s)
 
     def fell_back(self, reason: str) -> None:
