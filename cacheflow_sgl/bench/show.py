@@ -47,6 +47,8 @@ def print_rows(environment: Environment, rows: Sequence[Row], console: Console) 
     for _, group in groupby(rows, _case):
         measured = list(group)
         console.print(rows_table(measured))
+        for line in lane_lines(measured):
+            console.print(line, markup=False, highlight=False)
         if any(row.decodes for row in measured):
             console.print(decodes_table(measured))
     for fault in faults(rows):
@@ -96,6 +98,18 @@ def rows_table(rows: Sequence[Row]) -> Table:
             f"{row.compute_busy:.0%}\n{row.io_busy:.0%}",
         )
     return table
+
+
+def lane_lines(rows: Sequence[Row]) -> list[str]:
+    """How far both lanes worked at once, and what each cost the other; one line a policy."""
+    return [
+        f"{row.policy}: lanes overlap {row.lane_overlap:.0%}; beside each other compute takes "
+        f"{row.compute_slowdown:.2f}x as long, loads {row.io_slowdown:.2f}x"
+        for row in rows
+        if row.lane_overlap is not None
+        and row.compute_slowdown is not None
+        and row.io_slowdown is not None
+    ]
 
 
 def decodes_table(rows: Sequence[Row]) -> Table:

@@ -11,7 +11,7 @@ from cacheflow_sgl.bench.options import POLICIES, RestoreOptions
 from cacheflow_sgl.bench.protocol import BenchError
 from cacheflow_sgl.bench.rounds import Bench, planned_requests, round_order, warm_up_order
 from cacheflow_sgl.bench.rows import Row, rows_of
-from cacheflow_sgl.bench.show import faults
+from cacheflow_sgl.bench.show import faults, lane_lines
 from tests.bench.stand import OVERHEAD_S, SUFFIX_S, Stand
 
 PREFIX = 2048
@@ -65,6 +65,9 @@ def test_lanes_are_seen_by_the_bench_itself():
     assert (load.compute_busy, load.io_busy) == (0, pytest.approx(1))
     assert recompute.lane_overlap is load.lane_overlap is None
     assert recompute.io_slowdown is load.compute_slowdown is None
+    assert lane_lines(list(rows.values())) == [
+        "split: lanes overlap 100%; beside each other compute takes 1.00x as long, loads 1.00x"
+    ]
 
 
 @pytest.mark.parametrize(("balance", "best"), [(0.5, "recompute"), (2.0, "load")])
