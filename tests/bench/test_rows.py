@@ -65,7 +65,7 @@ def test_lanes_are_seen_by_the_bench_itself():
     assert (load.compute_busy, load.io_busy) == (0, pytest.approx(1))
     assert recompute.lane_overlap is load.lane_overlap is None
     assert recompute.io_slowdown is load.compute_slowdown is None
-    assert lane_lines(list(rows.values())) == [
+    assert lane_lines([recompute, load, split]) == [
         "split: lanes overlap 100%; beside each other compute takes 1.00x as long, loads 1.00x"
     ]
 
