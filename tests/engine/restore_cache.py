@@ -7,6 +7,7 @@ not only for being there.
 from __future__ import annotations
 
 import atexit
+import inspect
 import threading
 import time
 from array import array
@@ -47,6 +48,9 @@ from cacheflow_sgl.engine.restores import Restore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATIENCE_S = 20.0
+# SGLang's own, also where another test has had this process load plugins, ours among them.
+ADD_ONE_REQ = inspect.unwrap(PrefillAdder.add_one_req)
+ADD_CHUNKED_REQ = inspect.unwrap(PrefillAdder.add_chunked_req)
 """How long a test waits for what must come."""
 
 
@@ -328,10 +332,10 @@ class Stand:
     def add(
         self, adder: PrefillAdder, req: Req, has_chunked: bool = False, align: int | None = None
     ) -> AddReqResult:
-        return admission.add_one_req(PrefillAdder.add_one_req, adder, req, has_chunked, align)
+        return admission.add_one_req(ADD_ONE_REQ, adder, req, has_chunked, align)
 
     def add_chunked(self, adder: PrefillAdder, req: Req) -> Req | None:
-        return admission.add_chunked_req(PrefillAdder.add_chunked_req, adder, req)
+        return admission.add_chunked_req(ADD_CHUNKED_REQ, adder, req)
 
     def step(self, chunk: int | None = None, mixed: int = 0) -> PrefillAdder:
         """What `_get_new_batch_prefill_raw`, its forward and its stash do."""
@@ -421,10 +425,11 @@ class Stand:
         self.finish(req)
         return req
 
-    def run(self, *requests: Req, steps: int = 400) -> None:
+    def run(self, *requests: Req) -> None:
         """Serve requests until all of them are computed."""
         self.waiting += requests
-        for _ in range(steps):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             self.step()
             self.check()
             if not self.waiting and self.chunked is None:

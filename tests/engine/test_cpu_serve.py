@@ -82,7 +82,11 @@ def test_the_check_fails_when_loaded_kv_is_spoiled(server: SharedServer, control
 def test_a_flushed_prefix_comes_back_from_storage(
     server: SharedServer, control: list[Generation], backend: str
 ):
-    options = {"directory": str(server.directory / "pages"), "capacity": "1GiB"}
+    options = {
+        "directory": str(server.directory / "pages"),
+        "capacity": "1GiB",
+        "restore": "load",  # so that all that is stored is also loaded
+    }
     server.client.attach_storage(
         backend,
         options={} if backend == "file" else options,

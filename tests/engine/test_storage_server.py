@@ -33,7 +33,12 @@ def control(tiny_model: Path) -> list[Generation]:
 @contextmanager
 def attached(server: SharedServer, directory: Path) -> Iterator[Path]:
     """Our backend on `directory` while open, attached over HTTP."""
-    options = {"directory": str(directory), "capacity": "1GiB", "prefetch_threshold": PAGE}
+    options = {
+        "directory": str(directory),
+        "capacity": "1GiB",
+        "prefetch_threshold": PAGE,
+        "restore": "sglang",  # so that all that is stored is also loaded
+    }
     server.client.attach_storage("cacheflow", options=options, prefetch_policy="wait_complete")
     try:
         yield directory
