@@ -93,11 +93,11 @@ class Outcome(enum.StrEnum):
     RESTORED = "restored"
     """The prefix is complete on the device, some of it loaded."""
     RECOMPUTED = "recomputed"
-    """The prefix is complete on the device, all of it computed."""
+    """All of the prefix is computed, or left to the engine's own chunks to compute."""
     ABORTED = "aborted"
     """The request ended before its prefix was complete."""
     RETRACTED = "retracted"
-    """The request gave its device memory back and waits to start again."""
+    """Given up: memory was taken back, or a waiting request's loads failed; it starts again."""
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):

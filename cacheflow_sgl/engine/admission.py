@@ -207,8 +207,8 @@ def _admit_split(
     `restore` is new, or has been loading in the queue and its loads are late.
     """
     req, pointers, queued = restore.req, restore.pointers, restore.lock is not None
-    budget = page_floor(adder.rem_chunk_tokens, cache.page_size)
-    claim = pointers.claim_compute(min(budget, cache.compute_claim_size(restore)))
+    size = cache.compute_claim_size(restore)
+    claim = pointers.claim_compute(min(adder.rem_chunk_tokens, size))  # whole pages of it
     if claim is None:  # the rest is being loaded, or others have filled this step's chunk
         if not queued:
             cache.discard(restore)
