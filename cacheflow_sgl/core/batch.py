@@ -1,0 +1,296 @@
+"""Who gets the lanes when several requests restore at once.
+
+One request computes at a time and every link loads for one at a time. A batch policy names the next
+of each; how much it claims is decided elsewhere. Nobody is preempted: a request that was given the
+compute lane keeps it until it is done, except while it can only wait for its loads.
+
+A decision is a look at the top of a heap, an update a push: both stay in the microseconds however
+many requests wait.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from cacheflow_sgl.core.bounds import harmonic_bound
+
+PATIENCE = 4.0
+"""How many of its own joint seconds a request waits before it goes ahead of all that come later.
+More serves short ones sooner; nobody waits for ever."""
+
+
+class BatchPolicyName(enum.StrEnum):
+    """What may be asked for.
+
+    `RECOMPUTE` loads nothing. `LOAD` computes no prefix but what no tier has. `CAKE` (arXiv
+    2410.03065) sees each request alone: all share a link equally. `FIFO` serves both lanes in order
+    of arrival. `LONGEST` (CacheFlow v1, arXiv 2604.25080) loads for the request with the most work
+    left. `CACHEFLOW` is ours.
+    """
+
+    RECOMPUTE = "recompute"
+    LOAD = "load"
+    CAKE = "cake"
+    FIFO = "fifo"
+    LONGEST = "longest"
+    CACHEFLOW = "cacheflow"
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What a policy sees of one request being restored; its owner updates it after each claim."""
+
+    rid: str
+    order: int
+    """Place in the order of arrival; unlike that of any other request."""
+    arrived_s: float
+    compute_s: float
+    """Predicted seconds to compute all of its unclaimed prefix tokens."""
+    load_s: float
+    """Predicted seconds to load all of them that a tier has, alone on its link."""
+    suffix_s: float
+    """Predicted seconds of prefill once the prefix is back."""
+    saving: float
+    """Recompute seconds that its next load claim saves per second of link time."""
+    tier: int
+    """Link of its next load claim."""
+    can_compute: bool
+    """A compute claim, of prefix or suffix, is possible now."""
+    can_load: bool
+    """A load claim is possible now."""
+
+    @property
+    def joint_s(self) -> float:
+        """Seconds until its first token if it had both lanes for itself: harmonic, then suffix."""
+        return harmonic_bound(self.compute_s, self.load_s) + self.suffix_s
+
+
+Key = tuple[float, ...]
+
+
+class _Queue:
+    """Requests by ascending key. A heap whose outdated entries go when they come to the top."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, Key] = {}
+        self._heap: list[tuple[Key, str]] = []
+
+    def put(self, rid: str, key: Key) -> None:
+        """Add it, or move it to another key."""
+        if self._keys.get(rid) != key:
+            self._keys[rid] = key
+            heappush(self._heap, (key, rid))
+            if len(self._heap) > 2 * len(self._keys) + 64:
+                self._heap = [(key, rid) for rid, key in self._keys.items()]
+                heapify(self._heap)
+
+    def drop(self, rid: str) -> None:
+        """Take it out, if it is there."""
+        self._keys.pop(rid, None)
+
+    def first(self) -> str | None:
+        """The one with the least key."""
+        heap, keys = self._heap, self._keys
+        while heap:
+            key, rid = heap[0]
+            if keys.get(rid) == key:
+                return rid
+            heappop(heap)
+        return None
+
+
+class Batch:
+    """The requests being restored, in order of arrival on both lanes (`FIFO`); base of the others.
+
+    Not thread-safe. Whoever is named is taken to be served; `update` says what it has left then.
+    """
+
+    def __init__(self) -> None:
+        self._candidates: dict[str, Candidate] = {}
+        self._begun: set[str] = set()
+        self._compute = _Queue()
+        self._loads: dict[int, _Queue] = {}
+        self._tier: dict[str, int] = {}
+        """In which queue of `_loads` a request is."""
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    def add(self, candidate: Candidate) -> None:
+        """Take a request in. `ValueError` where it is there already."""
+        if candidate.rid in self._candidates:
+            raise ValueError(f"request {candidate.rid} is in the batch already: update it")
+        self._candidates[candidate.rid] = candidate
+        self._file(candidate)
+
+    def update(self, candidate: Candidate) -> None:
+        """Note what has changed. `KeyError` where the request was never added."""
+        if candidate.rid not in self._candidates:
+            raise KeyError(f"request {candidate.rid} is not in the batch: add it first")
+        self._candidates[candidate.rid] = candidate
+        self._file(candidate)
+
+    def remove(self, rid: str) -> None:
+        """Let a request go: it has its first token, or was aborted. `KeyError` if unknown."""
+        del self._candidates[rid]
+        self._begun.discard(rid)
+        self._compute.drop(rid)
+        self._leave_link(rid)
+
+    def next_compute(self) -> Candidate | None:
+        """Whose claim the compute lane should run next; it has begun from now on."""
+        rid = self._compute.first()
+        if rid is None:
+            return None
+        candidate = self._candidates[rid]
+        if rid not in self._begun:
+            self._begun.add(rid)
+            self._file(candidate)
+        return candidate
+
+    def next_load(self, tier: int) -> Candidate | None:
+        """Whose claim the link of `tier` should load next."""
+        queue = self._loads.get(tier)
+        rid = queue.first() if queue else None
+        return None if rid is None else self._candidates[rid]
+
+    # -- what a policy decides
+
+    def _may_compute(self, candidate: Candidate) -> bool:
+        return candidate.can_compute
+
+    def _may_load(self, candidate: Candidate) -> bool:
+        return candidate.can_load
+
+    def _compute_key(self, candidate: Candidate) -> Key:
+        """Least first, among those that have begun and among those that haven't."""
+        return (candidate.order,)
+
+    def _load_key(self, candidate: Candidate) -> Key:
+        """Least first."""
+        return (candidate.order,)
+
+    # -- inside
+
+    def _file(self, candidate: Candidate) -> None:
+        rid = candidate.rid
+        if self._may_compute(candidate):
+            self._compute.put(rid, (rid not in self._begun, *self._compute_key(candidate)))
+        else:
+            self._compute.drop(rid)
+        if not self._may_load(candidate):
+            self._leave_link(rid)
+            return
+        if self._tier.get(rid) != candidate.tier:
+            self._leave_link(rid)
+            self._tier[rid] = candidate.tier
+        self._loads.setdefault(candidate.tier, _Queue()).put(rid, self._load_key(candidate))
+
+    def _leave_link(self, rid: str) -> None:
+        tier = self._tier.pop(rid, None)
+        if tier is not None:
+            self._loads[tier].drop(rid)
+
+
+class _Recompute(Batch):
+    """Loads nothing."""
+
+    def _may_load(self, candidate: Candidate) -> bool:
+        return False
+
+
+class _Load(Batch):
+    """Computes only when nothing is left to load: what no tier has, and suffixes.
+
+    Those go in the order in which their prefixes are complete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready: dict[str, int] = {}
+        self._clock = count()
+
+    def remove(self, rid: str) -> None:
+        super().remove(rid)
+        self._ready.pop(rid, None)
+
+    def _may_compute(self, candidate: Candidate) -> bool:
+        return candidate.can_compute and candidate.load_s <= 0
+
+    def _compute_key(self, candidate: Candidate) -> Key:
+        if candidate.rid not in self._ready:
+            self._ready[candidate.rid] = next(self._clock)
+        return (self._ready[candidate.rid],)
+
+
+class _Cake(Batch):
+    """A link goes round: the one whose last turn is longest ago loads next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn: dict[str, int] = {}
+        self._clock = count(1)
+
+    def remove(self, rid: str) -> None:
+        super().remove(rid)
+        self._turn.pop(rid, None)
+
+    def next_load(self, tier: int) -> Candidate | None:
+        candidate = super().next_load(tier)
+        if candidate is not None:
+            self._turn[candidate.rid] = next(self._clock)
+            self._file(candidate)
+        return candidate
+
+    def _load_key(self, candidate: Candidate) -> Key:
+        return (self._turn.get(candidate.rid, 0), candidate.order)
+
+
+class _Longest(Batch):
+    """Loads for the one with the most left to compute."""
+
+    def _load_key(self, candidate: Candidate) -> Key:
+        return (-candidate.compute_s, candidate.order)
+
+
+class _CacheFlow(Batch):
+    """Both lanes: first who is soonest done, of those who came together.
+
+    The key is `arrived_s` + `PATIENCE` * joint seconds, as it was when the request was added.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._key: dict[str, float] = {}
+
+    def add(self, candidate: Candidate) -> None:
+        self._key[candidate.rid] = candidate.arrived_s + PATIENCE * candidate.joint_s
+        super().add(candidate)
+
+    def remove(self, rid: str) -> None:
+        super().remove(rid)
+        del self._key[rid]
+
+    def _compute_key(self, candidate: Candidate) -> Key:
+        return (self._key[candidate.rid], candidate.order)
+
+    def _load_key(self, candidate: Candidate) -> Key:
+        return (candidate.rid not in self._begun, self._key[candidate.rid], candidate.order)
+
+
+_POLICIES: dict[BatchPolicyName, type[Batch]] = {
+    BatchPolicyName.RECOMPUTE: _Recompute,
+    BatchPolicyName.LOAD: _Load,
+    BatchPolicyName.CAKE: _Cake,
+    BatchPolicyName.FIFO: Batch,
+    BatchPolicyName.LONGEST: _Longest,
+    BatchPolicyName.CACHEFLOW: _CacheFlow,
+}
+
+
+def batch(name: BatchPolicyName | str) -> Batch:
+    """An empty batch under the policy of that name. `ValueError` where there is none."""
+    return _POLICIES[BatchPolicyName(name)]()
