@@ -25,13 +25,14 @@ def root() -> None:
 def _add_commands() -> str | None:
     """Add all commands but `doctor`; what is missing if the installation is broken."""
     try:
-        from . import bench, replay, serve, store, tiny_model
+        from . import bench, profile, replay, serve, store, tiny_model
     except (ImportError, OSError) as error:
         return " ".join(str(error).split())
     app.command(context_settings=serve.PASS_THROUGH)(serve.serve)
     app.command()(replay.replay)
     app.command(name="tiny-model")(tiny_model.tiny_model)
     app.add_typer(bench.app, name="bench")
+    app.add_typer(profile.app, name="profile")
     app.add_typer(store.app, name="store")
     return None
 

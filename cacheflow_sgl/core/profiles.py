@@ -7,19 +7,25 @@ compute table holds seconds of a forward over (start, rows, layers), the cost ta
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
+
+from cacheflow_sgl.core.thresholds import BANDWIDTHS_GBPS, layer_threshold
 
 _Array = npt.NDArray[np.float64]
+_Count = Annotated[int, Meta(ge=1)]
+_Seconds = Annotated[float, Meta(gt=0)]
+_SecondsOrNone = Annotated[float, Meta(ge=0)]
+
 _MOST_LINES = 16384
 """Remembered pairs of rows and layers; a table asked for more forgets all and starts again."""
 _MOST_SUMS = 1024
@@ -43,29 +49,25 @@ class ComputeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         seconds: `seconds[start][rows][layers]`, positive, not decreasing along any axis.
     """
 
-    starts: tuple[int, ...]
-    rows: tuple[int, ...]
-    layers: tuple[int, ...]
-    seconds: tuple[tuple[tuple[float, ...], ...], ...]
+    starts: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+    rows: Annotated[tuple[_Count, ...], Meta(min_length=1)]
+    layers: Annotated[tuple[_Count, ...], Meta(min_length=1)]
+    seconds: tuple[tuple[tuple[_Seconds, ...], ...], ...]
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one decode step of a batch: a base, and more for each token of context read."""
 
-    base_s: float
-    per_context_token_s: float
-
-    def seconds(self, context_tokens: int) -> float:
-        """Seconds of a step of requests that have `context_tokens` tokens together."""
-        return self.base_s + context_tokens * self.per_context_token_s
+    base_s: _Seconds
+    per_context_token_s: _SecondsOrNone
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A link that KV is loaded over: seconds of a load are latency_s + bytes / bytes_per_s."""
 
     name: str
-    latency_s: float
-    bytes_per_s: float
+    latency_s: _SecondsOrNone
+    bytes_per_s: Annotated[float, Meta(gt=0)]
 
 
 class LayerThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,8 +79,8 @@ class LayerThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             restores no later than the token-wise one; 0 where there is none.
     """
 
-    bandwidth_gbps: float
-    tokens: int
+    bandwidth_gbps: Annotated[float, Meta(gt=0)]
+    tokens: Annotated[int, Meta(ge=0)]
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,14 +96,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         command: the command line that made it.
         date: when, ISO 8601.
         method: how, one paragraph.
-        layers: of the model.
+        layers: of the model, up to 1024.
         kv_bytes_per_token: KV of one token, all layers.
         boundary_bytes_per_token: hidden state and residual of one token at a boundary of stages.
-        chunk: tokens of a prefill forward that `layer_thresholds` stands for.
+        chunk: tokens of a prefill forward that `layer_thresholds` stands for, 64 or more.
         compute: seconds of a forward.
         decode: seconds of a decode step.
         tiers: links that KV is loaded over; names are unique.
-        layer_thresholds: derived from the rest by `core.thresholds`.
+        layer_thresholds: follows from the rest: `derived_thresholds`.
     """
 
     format: Literal[1] = 1
@@ -113,14 +115,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     command: str
     date: str
     method: str
-    layers: int
-    kv_bytes_per_token: int
-    boundary_bytes_per_token: int
-    chunk: int = 512
+    layers: Annotated[int, Meta(ge=1, le=1024)]
+    kv_bytes_per_token: _Count
+    boundary_bytes_per_token: Annotated[int, Meta(ge=0)]
+    chunk: Annotated[int, Meta(ge=64)] = 512
     compute: ComputeTable
     decode: Decode
     tiers: tuple[Tier, ...]
-    layer_thresholds: tuple[LayerThreshold, ...] = ()
+    layer_thresholds: tuple[LayerThreshold, ...]
 
     def tier(self, name: str) -> Tier:
         """The tier of this name; `KeyError` that lists the names where there is none."""
@@ -172,34 +174,52 @@ def schema() -> bytes:
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Profile)), indent=2) + b"\n"
 
 
+def derived_thresholds(profile: Profile) -> tuple[LayerThreshold, ...]:
+    """What `layer_thresholds` must be: L_delta at each of `BANDWIDTHS_GBPS`, from the costs."""
+    cost = TableCost(profile)
+    return tuple(
+        LayerThreshold(
+            bandwidth_gbps=gbps,
+            tokens=layer_threshold(
+                cost,
+                bandwidth_gbps=gbps,
+                kv_bytes_per_token=profile.kv_bytes_per_token,
+                chunk=profile.chunk,
+            ),
+        )
+        for gbps in BANDWIDTHS_GBPS
+    )
+
+
+def with_thresholds(profile: Profile) -> Profile:
+    """The profile with its `layer_thresholds` derived anew from the rest."""
+    return msgspec.structs.replace(profile, layer_thresholds=derived_thresholds(profile))
+
+
 def check(profile: Profile) -> None:
-    """Check what types can't say; `layer_thresholds` is checked against its derivation.
+    """Check what types can't say: order, shapes, and that `layer_thresholds` follow from the rest.
 
     Raises:
         ProfileError: the first thing that is wrong, with the path of its field.
     """
-    for name in ("layers", "kv_bytes_per_token", "chunk"):
-        _require(getattr(profile, name) > 0, f"$.{name}", "must be positive")
-    _require(profile.boundary_bytes_per_token >= 0, "$.boundary_bytes_per_token", "is negative")
-    _check_table(profile.compute, profile.layers)
-    _check_rates(profile)
+    _check_axes(profile.compute, profile.layers)
+    _check_seconds(profile.compute)
+    names = [tier.name for tier in profile.tiers]
+    for at, name in enumerate(names):
+        _require(names.index(name) == at, f"$.tiers[{at}].name", f"{name!r} is there twice")
     _check_thresholds(profile)
 
 
-def _check_table(table: ComputeTable, layers: int) -> None:
-    for name, least in (("starts", 0), ("rows", 1), ("layers", 1)):
-        axis, path = getattr(table, name), f"$.compute.{name}"
-        _require(bool(axis), path, "is empty")
-        for at, value in enumerate(axis):
-            _require(value >= least, f"{path}[{at}]", f"must be at least {least}, not {value}")
-            ascends = at == 0 or value > axis[at - 1]
-            _require(ascends, f"{path}[{at}]", f"is {value}; the axis must ascend")
+def _check_axes(table: ComputeTable, layers: int) -> None:
+    for name in ("starts", "rows", "layers"):
+        axis = getattr(table, name)
+        for at, (before, value) in enumerate(pairwise(axis), start=1):
+            _require(before < value, f"$.compute.{name}[{at}]", f"is {value}; the axis must ascend")
     _require(
         table.layers[-1] == layers,
         f"$.compute.layers[{len(table.layers) - 1}]",
         f"is {table.layers[-1]}; the axis must end at the model's {layers} layers",
     )
-    _check_seconds(table)
 
 
 def _check_seconds(table: ComputeTable) -> None:
@@ -209,8 +229,6 @@ def _check_seconds(table: ComputeTable) -> None:
         _require_length(by_rows, len(table.rows), f"{path}[{i}]")
         for j, by_layers in enumerate(by_rows):
             _require_length(by_layers, len(table.layers), f"{path}[{i}][{j}]")
-            for k, seconds in enumerate(by_layers):
-                _require_time(seconds, f"{path}[{i}][{j}][{k}]")
     array = np.array(table.seconds)
     for dimension, name in enumerate(("start", "rows", "layers")):
         falls = np.argwhere(np.diff(array, axis=dimension) < 0)
@@ -221,23 +239,16 @@ def _check_seconds(table: ComputeTable) -> None:
             raise ProfileError(f"{field} is below its neighbour of smaller {name}")
 
 
-def _check_rates(profile: Profile) -> None:
-    _require_time(profile.decode.base_s, "$.decode.base_s")
-    per_token = profile.decode.per_context_token_s
-    fine = per_token >= 0 and math.isfinite(per_token)
-    _require(fine, "$.decode.per_context_token_s", "must be finite and not negative")
-    names = [tier.name for tier in profile.tiers]
-    for at, tier in enumerate(profile.tiers):
-        path = f"$.tiers[{at}]"
-        _require(names.index(tier.name) == at, f"{path}.name", f"{tier.name!r} is there twice")
-        fine = tier.latency_s >= 0 and math.isfinite(tier.latency_s)
-        _require(fine, f"{path}.latency_s", "must be finite and not negative")
-        fine = tier.bytes_per_s > 0 and math.isfinite(tier.bytes_per_s)
-        _require(fine, f"{path}.bytes_per_s", "must be finite and positive")
-
-
 def _check_thresholds(profile: Profile) -> None:
-    pass
+    path, derived = "$.layer_thresholds", derived_thresholds(profile)
+    _require_length(profile.layer_thresholds, len(derived), path)
+    for at, (said, right) in enumerate(zip(profile.layer_thresholds, derived, strict=True)):
+        _require(
+            said == right,
+            f"{path}[{at}]",
+            f"says {said.tokens} tokens at {said.bandwidth_gbps:g} Gbps; the costs give "
+            f"{right.tokens} at {right.bandwidth_gbps:g}",
+        )
 
 
 def _require(fine: bool, field: str, complaint: str) -> None:
@@ -247,11 +258,6 @@ def _require(fine: bool, field: str, complaint: str) -> None:
 
 def _require_length(values: Sequence[object], wanted: int, field: str) -> None:
     _require(len(values) == wanted, field, f"has {len(values)} entries; its axis has {wanted}")
-
-
-def _require_time(seconds: float, field: str) -> None:
-    fine = seconds > 0 and math.isfinite(seconds)
-    _require(fine, field, f"must be positive and finite, not {seconds}")
 
 
 class TableCost:

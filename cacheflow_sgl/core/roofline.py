@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cacheflow_sgl.core.profiles import ComputeTable, Decode, Profile, Tier
+from cacheflow_sgl.core.profiles import ComputeTable, Decode, Profile, Tier, with_thresholds
 
 _BYTES = 2
 """Of a weight, a KV value and an activation: bf16."""
@@ -274,7 +274,7 @@ def modelled_profile(
         )
         for start in _STARTS
     )
-    return Profile(
+    profile = Profile(
         source="modelled",
         hardware=gpu.name,
         model=model.name,
@@ -293,7 +293,9 @@ def modelled_profile(
             Tier(name="disk", latency_s=1e-4, bytes_per_s=6e9),
             Tier(name="remote", latency_s=5e-5, bytes_per_s=12.5e9),
         ),
+        layer_thresholds=(),
     )
+    return with_thresholds(profile)
 
 
 def _method(gpu: Gpu, model: Model) -> str:
