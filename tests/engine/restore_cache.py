@@ -48,10 +48,15 @@ from cacheflow_sgl.engine.restores import Restore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATIENCE_S = 20.0
-# SGLang's own, also where another test has had this process load plugins, ours among them.
-ADD_ONE_REQ = inspect.unwrap(PrefillAdder.add_one_req)
-ADD_CHUNKED_REQ = inspect.unwrap(PrefillAdder.add_chunked_req)
 """How long a test waits for what must come."""
+
+
+def _sglangs_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function without hooks: another test may have had this process load plugins, ours too.
+
+    Asked at each call: SGLang puts a hooked function in every module that holds the bare one.
+    """
+    return inspect.unwrap(function)
 
 
 @dataclass
@@ -332,10 +337,12 @@ class Stand:
     def add(
         self, adder: PrefillAdder, req: Req, has_chunked: bool = False, align: int | None = None
     ) -> AddReqResult:
-        return admission.add_one_req(ADD_ONE_REQ, adder, req, has_chunked, align)
+        return admission.add_one_req(
+            _sglangs_own(PrefillAdder.add_one_req), adder, req, has_chunked, align
+        )
 
     def add_chunked(self, adder: PrefillAdder, req: Req) -> Req | None:
-        return admission.add_chunked_req(ADD_CHUNKED_REQ, adder, req)
+        return admission.add_chunked_req(_sglangs_own(PrefillAdder.add_chunked_req), adder, req)
 
     def step(self, chunk: int | None = None, mixed: int = 0) -> PrefillAdder:
         """What `_get_new_batch_prefill_raw`, its forward and its stash do."""
