@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,16 @@ _Ints = npt.NDArray[np.int64]
 
 HOLE = -1
 """The tier of a chunk that no tier has."""
+
+_PLAN_GAP = 1e-3
+"""Share of its time by which a plan may be above the lower bound and be taken at once."""
+_BOUND_GAP = 1e-6
+"""Share of the bound by which better prices might still raise it."""
+_ROUNDS = 200
+_TINY = 1e-9
+"""Share of a sum of times that is taken for a rounding error."""
+_NO_TIME_S = 1e-12
+"""So little that it is as good as no time."""
 
 
 class ForwardTable(Protocol):
@@ -216,6 +227,34 @@ def layer_plan(grid: Grid) -> Staircase:
     return _staircase(grid, splits[seconds.argmin()])
 
 
+def staircase_plan(grid: Grid, start: Staircase | None = None) -> Staircase:
+    """The best found staircase, never worse than `token_plan` or `layer_plan`.
+
+    With `start`, a plan made for this restore before some chunks at its front or tail were done,
+    the search starts from its part for the remaining ones only: much cheaper, and never worse than
+    keeping to it.
+    """
+    if start is not None and len(start.split) >= grid.chunks:
+        return _staircase(grid, _polished(grid, _remaining(grid, start)))
+    dual = _Dual(grid, _PLAN_GAP)
+    starts = [token_plan(grid), layer_plan(grid), _staircase(grid, dual.balanced_split())]
+    best = starts[0]
+    for plan in sorted(starts, key=lambda plan: plan.seconds):
+        polished = _staircase(grid, _polished(grid, np.array(plan.split)))
+        best = min(best, polished, key=lambda plan: plan.seconds)
+        if best.seconds <= dual.bound * (1 + _PLAN_GAP):
+            break
+    return best
+
+
+def lower_bound(grid: Grid) -> float:
+    """Seconds that no split of this grid can beat, nor a mixture of splits.
+
+    The value of the Lagrangian dual; valid even where the search for the best prices ends early.
+    """
+    return _Dual(grid, _BOUND_GAP).bound
+
+
 def _checked(grid: Grid, split: Sequence[int]) -> _Ints:
     ks = np.asarray(split, dtype=np.int64)
     if ks.shape != grid.tier.shape or ks.min() < 0 or ks.max() > grid.layers:
@@ -255,10 +294,7 @@ def _polished(grid: Grid, split: _Ints) -> _Ints:
 
 def _best_clamp(grid: Grid, split: _Ints, paths: _Floats) -> _Ints:
     """The split with one clamp: chunks of a segment up to j at least k, or from j on at most k."""
-    raised, lowered = _clamp_changes(grid, split)
-    longest = _longest_through(grid, paths)[:, :, None]
-    raised_s = (longest + raised).max(axis=0)
-    lowered_s = (longest + lowered).max(axis=0)
+    raised_s, lowered_s = _clamped_s(grid, split, paths)
     lowered_s[grid.holes] = np.inf
     changed = split.copy()
     if raised_s.min() < lowered_s.min():
@@ -272,23 +308,29 @@ def _best_clamp(grid: Grid, split: _Ints, paths: _Floats) -> _Ints:
     return changed
 
 
-def _clamp_changes(grid: Grid, split: _Ints) -> tuple[_Floats, _Floats]:
-    """(1 + links, J, L + 1), twice: seconds that compute and each link get more by each clamp.
+def _clamped_s(grid: Grid, split: _Ints, paths: _Floats) -> tuple[_Floats, _Floats]:
+    """(J, L + 1), twice: seconds after each clamp that raises, and after each that lowers.
 
-    First for raising the chunks up to j to at least k, then for lowering those from j on.
+    A clamp changes one sum of compute times and one of load times a link, those of its segment;
+    each path has the one or one of the others in it.
     """
     each = np.arange(grid.chunks)
-    alone = np.empty((1 + len(grid.on_link), *grid.compute_s.shape))
-    alone[0] = grid.compute_s - grid.compute_s[each, split, None]
-    load = grid.load_s - grid.load_s[each, split, None]
-    np.multiply(load, grid.on_link[:, :, None], out=alone[1:])
     upward = np.arange(grid.layers + 1) > split[:, None]
-    sums = np.zeros((len(alone), grid.chunks + 1, grid.layers + 1))
-    np.cumsum(alone * upward, axis=1, out=sums[:, 1:])
-    raised = sums[:, 1:] - sums[:, grid.segment_starts[grid.segment]]
-    np.cumsum(alone * ~upward, axis=1, out=sums[:, 1:])
-    lowered = sums[:, grid.segment_stops[grid.segment]] - sums[:, :-1]
-    return raised, lowered
+    compute = grid.compute_s - grid.compute_s[each, split, None]
+    load = grid.load_s - grid.load_s[each, split, None]
+    lanes = [compute, *(load * loads[:, None] for loads in grid.on_link)]
+    raised_s, lowered_s = np.zeros((2, *compute.shape))
+    for alone, longest in zip(lanes, _longest_through(grid, paths), strict=True):
+        raised, lowered = alone * upward, alone * ~upward
+        for first, stop in zip(grid.segment_starts, grid.segment_stops, strict=True):
+            from_front, from_tail = raised[first:stop], lowered[first:stop][::-1]
+            np.cumsum(from_front, axis=0, out=from_front)
+            np.cumsum(from_tail, axis=0, out=from_tail)
+        raised += longest[:, None]
+        lowered += longest[:, None]
+        np.maximum(raised_s, raised, out=raised_s)
+        np.maximum(lowered_s, lowered, out=lowered_s)
+    return raised_s, lowered_s
 
 
 def _longest_through(grid: Grid, paths: _Floats) -> _Floats:
@@ -296,3 +338,121 @@ def _longest_through(grid: Grid, paths: _Floats) -> _Floats:
     compute = np.maximum.accumulate(paths.max(axis=1))[:-1]
     load = np.maximum.accumulate(paths[::-1], axis=0)[::-1][1:]
     return np.vstack([compute, load.T])[:, grid.segment]
+
+
+def _remaining(grid: Grid, start: Staircase) -> _Ints:
+    """The best stretch of an earlier split that is as long as this grid, made a staircase of it."""
+    splits = np.lib.stride_tricks.sliding_window_view(np.array(start.split), grid.chunks).copy()
+    splits = np.minimum(splits, grid.layers)
+    splits[:, grid.holes] = grid.layers
+    for first, stop in zip(grid.segment_starts, grid.segment_stops, strict=True):
+        np.minimum.accumulate(splits[:, first:stop], axis=1, out=splits[:, first:stop])
+    best: _Ints = splits[grid.paths(splits).max(axis=(1, 2)).argmin()]
+    return best
+
+
+class _Dual:
+    """The prices whose cheapest staircase is dearest, by column generation (Dantzig and Wolfe).
+
+    A mixture of splits with weights q has the makespan z = max over paths of sum of q_i * path_i.
+    With x = q / z the best one solves: the largest sum of x with sum of x_i * path_i <= 1 for every
+    path. Its revised simplex method needs one split at a time, the cheapest under the prices that
+    the basis implies; where that one costs no less than the mixture, both are optimal.
+    """
+
+    def __init__(self, grid: Grid, gap: float) -> None:
+        """Search until bound and mixture are within the share `gap` of each other."""
+        self._grid = grid
+        size = 1 + len(grid.segment_starts) * len(grid.on_link)
+        self._inverse = np.eye(size)
+        self._amounts = np.ones(size)  # x of the columns in the basis; slack at first
+        self._columns = np.full(size, -1)  # which split each of these is, or slack
+        self._splits: list[_Ints] = []
+        self._paths = np.empty((0, size))
+        self.bound = 0.0
+        prices = np.full(size, 1 / size)
+        for _ in range(_ROUNDS):
+            self._add(prices)
+            values = self._optimum()
+            mixture_s = 1 / values.sum()
+            if self.bound >= mixture_s * (1 - gap) - _NO_TIME_S:
+                break
+            prices = values * mixture_s
+
+    def balanced_split(self) -> _Ints:
+        """The mixture's mean, rounded: a staircase as all its parts are."""
+        used = self._columns >= 0
+        parts = np.array(self._splits)[self._columns[used]]
+        weights = self._amounts[used] / self._amounts[used].sum()
+        mean: _Ints = np.rint(weights @ parts).astype(np.int64)
+        return mean
+
+    def _add(self, prices: _Floats) -> None:
+        """Take the cheapest split under the prices as a column."""
+        grid = self._grid
+        by_path = np.zeros((len(grid.segment_starts) + 1, len(grid.on_link)))
+        by_path[0, 0] = prices[0]
+        by_path[1:] = prices[1:].reshape(by_path[1:].shape)
+        split = _cheapest(grid, by_path)
+        paths = grid.paths(split)
+        column = np.append(paths[0, 0], paths[1:])
+        self.bound = max(self.bound, float(prices @ column))
+        self._splits.append(split)
+        self._paths = np.vstack([self._paths, np.maximum(column, _NO_TIME_S)])
+
+    def _optimum(self) -> _Floats:
+        """Pivot until no column gains; the value of each path: what x grows by per second of it."""
+        values: _Floats = np.zeros(len(self._columns))
+        for _ in range(_ROUNDS):  # where paths are equal, pivots might go in circles
+            values = (self._columns >= 0) @ self._inverse
+            slack, split = int(values.argmin()), int((self._paths @ values).argmin())
+            if values[slack] < -_TINY / self._paths.max():
+                self._pivot(self._inverse[:, slack].copy(), -1)
+            elif self._paths[split] @ values < 1 - _TINY:
+                self._pivot(self._inverse @ self._paths[split], split)
+            else:
+                break
+        return np.maximum(values, 0.0)
+
+    def _pivot(self, column: _Floats, number: int) -> None:
+        """Take a column, given in terms of the basis, into the basis."""
+        positive = column > _TINY * column.max()
+        room = np.where(positive, self._amounts, np.inf) / np.where(positive, column, 1.0)
+        row = int(room.argmin())
+        self._inverse[row] /= column[row]
+        self._amounts[row] /= column[row]
+        column[row] = 0.0
+        self._inverse -= np.outer(column, self._inverse[row])
+        self._amounts -= column * self._amounts[row]
+        self._columns[row] = number
+
+
+def _cheapest(grid: Grid, prices: _Floats) -> _Ints:
+    """The staircase of the least sum of price * path; prices as `Grid.paths` has them."""
+    by_segment = prices.sum(axis=1).cumsum()[:-1]
+    compute = by_segment[grid.segment]
+    load = prices[::-1].cumsum(axis=0)[::-1][1:][grid.segment, grid.tier]
+    costs = compute[:, None] * grid.compute_s + load[:, None] * grid.load_s
+    costs[grid.holes, :-1] = np.inf
+    split: _Ints = costs.argmin(axis=1)
+    if not _descends(grid, split):
+        for first, stop in zip(grid.segment_starts, grid.segment_stops, strict=True):
+            split[first:stop] = _cheapest_descent(costs[first:stop])
+    return split
+
+
+def _cheapest_descent(costs: _Floats) -> _Ints:
+    """The k that never rise from row to row, with the least sum of costs[row, k]."""
+    last = costs.shape[1] - 1
+    totals = costs[:, ::-1].copy()  # from the last k down, so that those not below k come first
+    least = np.empty(last + 1)
+    for above, row in pairwise(totals):
+        np.minimum.accumulate(above, out=least)
+        row += least
+    split = np.empty(len(costs), dtype=np.int64)
+    reach = last + 1
+    for row in range(len(costs) - 1, -1, -1):
+        at = int(totals[row, :reach].argmin())
+        split[row] = last - at
+        reach = at + 1
+    return split
