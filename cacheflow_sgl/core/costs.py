@@ -12,10 +12,13 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from cacheflow_sgl.core.profiles import TableCost
 
 _Array = npt.NDArray[np.float64]
 
@@ -35,6 +38,8 @@ _BELIEVED_SHARE = 0.5
 It decides only where the samples don't: all of one size, or sizes that noise makes alike."""
 _DOUBT = 0.08
 """Squared relative errors added to those seen, so that few samples are taken for noisy ones."""
+_FEW = 3
+"""This many loads that were measured are believed rather than what was expected of the link."""
 _FASTEST = 1e15
 """Bytes a second at which a link whose samples show no cost per byte is taken."""
 
@@ -168,6 +173,23 @@ def _lasting_change(ratios: _Array) -> tuple[int, float] | None:
     return None
 
 
+class ForwardCost(Protocol):
+    """What plans ask of compute: `ComputeCost`, `CorrectedCost` and `profiles.TableCost` are it."""
+
+    def observe(self, start: int, rows: int, seconds: float) -> None:
+        """Take note of a forward that has run; a cost that is given for good learns nothing."""
+
+    def seconds(self, start: int, rows: int) -> float:
+        """Predicted seconds of a forward of `rows` tokens at offset `start`.
+
+        `UnknownCost` where `known` is false.
+        """
+
+    @property
+    def known(self) -> bool:
+        """Whether `seconds` has something to stand on."""
+
+
 class ComputeCost:
     """Seconds of one forward: base + rows * a + rows * (start + rows / 2) * b, all non-negative.
 
@@ -208,11 +230,60 @@ def _forward_terms(start: int, rows: int) -> tuple[float, ...]:
     return 1.0, float(rows), rows * (start + rows / 2)
 
 
+class CorrectedCost:
+    """Seconds of one forward by a profile, corrected by those that ran: base + scale * profile.
+
+    Neither is negative. While none has run it is the profile itself. Any thread may use it.
+    """
+
+    known = True
+    """There is always something to stand on."""
+
+    def __init__(self, prior: TableCost) -> None:
+        self.layers = prior.layers
+        """All layers of the model."""
+        self._prior = prior
+        self._fit = _Fit(half_life=32)
+
+    def observe(self, start: int, rows: int, seconds: float, layers: int | None = None) -> None:
+        """Learn from a forward of `rows` tokens at `start` through `layers` layers (None: all).
+
+        Forwards of less than `MIN_ROWS` rows are ignored.
+
+        Raises:
+            ValueError: `seconds` is not positive and finite.
+        """
+        if rows >= MIN_ROWS:
+            self._fit.add((1.0, self._prior.seconds(start, rows, layers)), seconds)
+
+    def seconds(self, start: int, rows: int, layers: int | None = None) -> float:
+        """Predicted seconds of a forward of `rows` tokens at `start` through `layers` layers."""
+        prior_s = self._prior.seconds(start, rows, layers)
+        if not self._fit.samples:
+            return prior_s
+        base, scale = self._fit.factors()
+        return base + scale * prior_s
+
+
 class LinkCost:
     """Seconds to load `nbytes`: latency + nbytes / bandwidth. Any thread may use it."""
 
     def __init__(self) -> None:
         self._fit = _Fit(half_life=8)
+        self._expected: tuple[float, ...] | None = None
+
+    @classmethod
+    def expecting(cls, latency_s: float, bytes_per_s: float) -> LinkCost:
+        """A link that is taken to be so until its first few loads (`_FEW`) have been observed.
+
+        Raises:
+            ValueError: the latency is negative or the rate not positive.
+        """
+        if latency_s < 0 or not bytes_per_s > 0:
+            raise ValueError(f"no link: latency {latency_s} s, {bytes_per_s} bytes a second")
+        link = cls()
+        link._expected = latency_s, 1 / bytes_per_s
+        return link
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Learn from a load of `nbytes` bytes that kept the link busy for `seconds`.
@@ -237,14 +308,19 @@ class LinkCost:
     @property
     def latency_s(self) -> float:
         """Seconds a load takes beside its bytes; `UnknownCost` if nothing was observed."""
-        return self._fit.factors()[0]
+        return self._factors()[0]
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes a second, finite and positive; `UnknownCost` if nothing was observed."""
-        return 1 / max(self._fit.factors()[1], 1 / _FASTEST)
+        return 1 / max(self._factors()[1], 1 / _FASTEST)
 
     @property
     def known(self) -> bool:
         """Whether `seconds` has something to stand on."""
-        return bool(self._fit.samples)
+        return self._expected is not None or bool(self._fit.samples)
+
+    def _factors(self) -> tuple[float, ...]:
+        if self._expected is not None and len(self._fit.samples) < _FEW:
+            return self._expected
+        return self._fit.factors()

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cacheflow_sgl.core.costs import MIN_ROWS, ComputeCost, LinkCost
+from cacheflow_sgl.core.costs import MIN_ROWS, ForwardCost, LinkCost
 from cacheflow_sgl.core.geometry import Span, page_ceil, page_floor
 
 MARGIN = 0.10
@@ -51,7 +51,7 @@ class Plan:
 class Costs:
     """What plans and claims are made from."""
 
-    compute: ComputeCost
+    compute: ForwardCost
     link: LinkCost
     bytes_per_token: int
     """Bytes of KV that the link moves for one token."""

@@ -299,6 +299,9 @@ class TableCost:
             return values[0]
         return values[at] + slopes[at] * (start - self._start_list[at])
 
+    def observe(self, start: int, rows: int, seconds: float) -> None:
+        """Change nothing: a profile is given. `CorrectedCost` learns."""
+
     def span_s(self, start: int, stop: int, chunk: int, layers: int | None = None) -> float:
         """Seconds to compute tokens [start, stop) one chunk after the other, the last a rest.
 
