@@ -263,10 +263,12 @@ def _require_length(values: Sequence[object], wanted: int, field: str) -> None:
 class TableCost:
     """Seconds of a forward by a profile's table, between its entries multilinear.
 
-    Beyond the last start or rows it goes on as between the last two, but never falls. Below the
-    first rows or layers it goes to the base that the first two entries point at (nothing, where
-    they point below it or there is one only), before the first start it stays. A forward of no
-    rows or through no layers takes no time; every other one some. Any thread may use it.
+    Beyond the last start or rows it goes on as between the last two, or steeper where otherwise
+    more rows or layers would come to cost less. Before the first start it stays. Below the first
+    rows or layers it goes to the base that the first two entries point at (nothing, where they
+    point below it or there is one only). A forward of no rows or through no layers takes no time,
+    every other one some, and never less than one that is smaller or starts earlier. Any thread may
+    use it.
     """
 
     known = True
@@ -276,12 +278,14 @@ class TableCost:
         table = profile.compute
         self.layers = profile.layers
         """All layers of the model."""
-        self._starts = np.array(table.starts, dtype=float)
-        self._rows = np.array((0, *table.rows), dtype=float)
+        starts = np.array(table.starts, dtype=float)
+        rows = np.array((0, *table.rows), dtype=float)
         self._layers = np.array((0, *table.layers), dtype=float)
-        seconds = _with_base(np.array(table.seconds), self._rows, axis=1)
-        self._seconds = _with_base(seconds, self._layers, axis=2)
-        self._start_list = [float(start) for start in table.starts]
+        seconds = _with_base(np.array(table.seconds), rows, axis=1)
+        seconds = _with_base(seconds, self._layers, axis=2)
+        self._starts, seconds = _extended(starts, seconds, axis=0)
+        self._rows, self._seconds = _extended(rows, seconds, axis=1)
+        self._start_list: list[float] = self._starts.tolist()
         self._lines: dict[tuple[int, int | None], tuple[list[float], list[float]]] = {}
         self._sums: dict[tuple[int, int, int | None], list[float]] = {}
 
@@ -322,25 +326,21 @@ class TableCost:
         """
         starts, rows = np.broadcast_arrays(np.asarray(starts, float), np.asarray(rows, float))
         by_start = self._by_start(rows)
-        seconds = by_start[..., 0, :]
-        if len(self._starts) > 1:
-            at, share = _place(self._starts, np.maximum(starts, self._starts[0]))
-            at = at[..., None, None]
-            low = np.take_along_axis(by_start, at, axis=-2)[..., 0, :]
-            high = np.take_along_axis(by_start, at + 1, axis=-2)[..., 0, :]
-            seconds = low + share[..., None] * (high - low)
+        at, share = _place(self._starts, np.maximum(starts, self._starts[0]))
+        at = at[..., None, None]
+        low = np.take_along_axis(by_start, at, axis=-2)[..., 0, :]
+        high = np.take_along_axis(by_start, at + 1, axis=-2)[..., 0, :]
+        seconds = low + share[..., None] * (high - low)
         weights = self._layer_weights(np.asarray(layers, float))
         return np.asarray(np.einsum("...k,...k->...", seconds, weights))
 
     def _by_start(self, rows: _Array) -> _Array:
-        """(*rows, starts, layers): seconds at the table's own, falling along neither."""
+        """(*rows, starts, layers): seconds at the table's starts and layers."""
         if (rows < 0).any():
             raise ValueError("a forward has no less than 0 rows")
         at, share = _place(self._rows, rows)
         by_row = self._seconds.transpose(1, 0, 2)
         seconds = by_row[at] + share[..., None, None] * (by_row[at + 1] - by_row[at])
-        # Lines that go on beyond the last rows may cross there.
-        seconds = np.maximum.accumulate(np.maximum.accumulate(seconds, axis=-2), axis=-1)
         seconds[rows == 0] = 0.0
         return np.asarray(seconds)
 
@@ -360,7 +360,7 @@ class TableCost:
         through = self.layers if layers is None else layers
         weights = self._layer_weights(np.array(through, float))
         values = self._by_start(np.array(rows, float)) @ weights
-        slopes = np.diff(values) / np.diff(self._starts) if len(values) > 1 else np.zeros(1)
+        slopes = np.diff(values) / np.diff(self._starts)
         line = values.tolist(), [*slopes.tolist(), float(slopes[-1])]
         if len(self._lines) >= _MOST_LINES:
             self._lines.clear()
@@ -384,10 +384,32 @@ def _place(knots: _Array, values: _Array) -> tuple[npt.NDArray[np.intp], _Array]
 
 
 def _with_base(seconds: _Array, knots: _Array, axis: int) -> _Array:
-    """With entries for knot 0 put before the others of an axis: where the first two point at."""
+    """With entries for knot 0 put before the others of an axis: where the first two point at.
+
+    They are no less for more of the other two axes, as the others are.
+    """
     first = seconds.take([0], axis)
     base = np.zeros_like(first)
     if len(knots) > 2:
         slope = (seconds.take([1], axis) - first) / (knots[2] - knots[1])
-        base = np.maximum(0.0, first - slope * knots[1])
+        base = _rising(np.maximum(0.0, first - slope * knots[1]), axis)
     return np.concatenate([base, seconds], axis)
+
+
+def _extended(knots: _Array, seconds: _Array, axis: int) -> tuple[_Array, _Array]:
+    """With one knot more behind the others of an axis, from which on everything is a line.
+
+    It rises as before it, and by no less for more of the other two axes, so lines never cross.
+    """
+    last = seconds.take([-1], axis)
+    if len(knots) == 1:
+        return np.append(knots, knots + 1), np.concatenate([seconds, last], axis)
+    rise = _rising(last - seconds.take([-2], axis), axis)
+    return np.append(knots, 2 * knots[-1] - knots[-2]), np.concatenate([seconds, last + rise], axis)
+
+
+def _rising(values: _Array, axis: int) -> _Array:
+    """Raised where they would fall along another axis than this."""
+    for other in {0, 1, 2} - {axis}:
+        values = np.maximum.accumulate(values, other)
+    return values

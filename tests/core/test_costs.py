@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheflow_sgl.core.costs import MIN_ROWS, ComputeCost, LinkCost, UnknownCost
+from cacheflow_sgl.core.costs import (
+    MIN_ROWS,
+    ComputeCost,
+    CorrectedCost,
+    LinkCost,
+    UnknownCost,
+)
+from cacheflow_sgl.core.profiles import TableCost
+from tests.core.test_profiles import profile
 
 CHUNK = 512
 MIB = 1 << 20
@@ -238,3 +246,87 @@ def test_loads_may_be_observed_while_others_predict() -> None:
             assert cost.seconds(MIB) == pytest.approx(0.01)
         for future in observing:
             future.result()
+
+
+PRIOR = TableCost(profile())
+
+
+def truth_s(start: int, rows: int, layers: int | None = None) -> float:
+    """A machine that is half as fast as the profile says, and 5 ms later."""
+    return 0.005 + 2 * PRIOR.seconds(start, rows, layers)
+
+
+def test_a_corrected_cost_is_the_profile_while_nothing_has_run() -> None:
+    cost = CorrectedCost(PRIOR)
+    assert cost.known
+    assert cost.layers == PRIOR.layers
+    for point in ((0, 1), (4096, CHUNK), (100, 77, 3), (0, CHUNK, 0)):
+        assert cost.seconds(*point) == PRIOR.seconds(*point)
+
+
+def test_a_tiny_forward_corrects_nothing() -> None:
+    cost = CorrectedCost(PRIOR)
+    cost.observe(0, MIN_ROWS - 1, 99.0)
+    assert cost.seconds(0, CHUNK) == PRIOR.seconds(0, CHUNK)
+
+
+def test_one_forward_scales_the_profile() -> None:
+    cost = CorrectedCost(PRIOR)
+    cost.observe(4096, CHUNK, 3 * PRIOR.seconds(4096, CHUNK))
+    for point in ((0, CHUNK), (16384, CHUNK), (0, CHUNK, 2)):
+        assert cost.seconds(*point) == pytest.approx(3 * PRIOR.seconds(*point), rel=0.05)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.floats(3, 50))
+def test_a_corrected_cost_finds_base_and_scale_through_noise_and_strays(
+    seed: int, slow: float
+) -> None:
+    rng = random.Random(seed)
+    cost = CorrectedCost(PRIOR)
+    for count in range(40):
+        point = rng.randrange(0, 16384, CHUNK), rng.choice([64, CHUNK]), rng.choice([2, 8, None])
+        start, rows, layers = point
+        stray = slow if count % 10 == 9 else 1.0
+        cost.observe(start, rows, truth_s(*point) * stray * rng.lognormvariate(0, 0.05), layers)
+    for point in ((0, CHUNK, None), (8192, CHUNK, None), (8192, CHUNK, 4), (0, 4 * CHUNK, 8)):
+        assert cost.seconds(*point) == pytest.approx(truth_s(*point), rel=0.12)
+
+
+@pytest.mark.parametrize("factor", [0.3, 4.0])
+def test_a_corrected_cost_follows_a_change_that_lasts(factor: float) -> None:
+    cost = CorrectedCost(PRIOR)
+    for at in range(30):
+        cost.observe(CHUNK * at, CHUNK, truth_s(CHUNK * at, CHUNK))
+    for at in range(6):
+        cost.observe(CHUNK * at, CHUNK, factor * truth_s(CHUNK * at, CHUNK))
+    assert cost.seconds(4096, CHUNK) == pytest.approx(factor * truth_s(4096, CHUNK), rel=0.1)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 600), st.floats(1e-6, 1e3)), max_size=9)
+)
+def test_a_corrected_cost_stays_positive(samples: list[tuple[int, int, float]]) -> None:
+    cost = CorrectedCost(PRIOR)
+    for start, rows, seconds in samples:
+        cost.observe(start, rows, seconds)
+    assert cost.seconds(0, 1, 1) > 0
+
+
+def test_a_link_is_as_expected_until_a_few_loads_have_landed() -> None:
+    link = LinkCost.expecting(0.001, 1e9)
+    assert link.known
+    for _ in range(2):
+        assert (link.latency_s, link.bytes_per_s) == (0.001, pytest.approx(1e9))
+        assert link.seconds(MIB) == pytest.approx(0.001 + MIB / 1e9)
+        link.observe(MIB, 0.1)
+    link.observe(MIB, 0.1)
+    assert link.seconds(MIB) == pytest.approx(0.1, rel=0.02)
+    assert link.bytes_per_s == pytest.approx(MIB / 0.1, rel=0.02)
+
+
+@pytest.mark.parametrize("tier", [(-1e-9, 1e9), (0.0, 0.0), (0.0, -1.0)])
+def test_a_link_that_cannot_be_is_not_expected(tier: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="no link"):
+        LinkCost.expecting(*tier)
