@@ -236,6 +236,15 @@ class CellClaims:
             return 0 if number is None else self._free(number)
 
     @property
+    def next_load(self) -> int | None:
+        """The chunk that `claim_load` would take a part of now; None where nothing is left."""
+        with self._lock:
+            if not self._unclaimed:
+                return None
+            number = self._first_rest()
+            return self._room_at_tail() if number is None else number
+
+    @property
     def unclaimed_load(self) -> int:
         """Cells that loads may still claim; compute may come before them."""
         with self._lock:
@@ -297,24 +306,36 @@ class CellClaims:
         waits = self._there < number or chunk.computing or chunk.in_flight
         return 0 if waits else self._layers
 
-    def _rest(self, layers: int) -> LoadCells | None:
+    def _first_rest(self) -> int | None:
+        """The first chunk of which loads have to bring a rest that is unclaimed."""
         while self._rests:
-            number = self._rests[0]
-            chunk = self._chunks[number]
+            chunk = self._chunks[self._rests[0]]
             if not chunk.hole and chunk.unclaimed:
-                claim = LoadCells(number, chunk.low, min(chunk.low + layers, chunk.high))
-                chunk.low = claim.stop
-                return claim
+                return self._rests[0]
             self._rests.popleft()
         return None
 
-    def _from_tail(self, layers: int) -> LoadCells:
+    def _rest(self, layers: int) -> LoadCells | None:
+        number = self._first_rest()
+        if number is None:
+            return None
+        chunk = self._chunks[number]
+        claim = LoadCells(number, chunk.low, min(chunk.low + layers, chunk.high))
+        chunk.low = claim.stop
+        return claim
+
+    def _room_at_tail(self) -> int:
+        """The chunk that loads take downward."""
         if not self._chunks[self._tail].has_room:
             below = self._tail - 1
             same_run = below >= 0 and self._chunks[below].has_room
             self._tail = below if same_run else self._look_up_tail()
-        chunk = self._chunks[self._tail]
-        claim = LoadCells(self._tail, max(chunk.high - layers, 0), chunk.high)
+        return self._tail
+
+    def _from_tail(self, layers: int) -> LoadCells:
+        number = self._room_at_tail()
+        chunk = self._chunks[number]
+        claim = LoadCells(number, max(chunk.high - layers, 0), chunk.high)
         chunk.high = claim.start
         return claim
 

@@ -264,6 +264,14 @@ class CorrectedCost:
         base, scale = self._fit.factors()
         return base + scale * prior_s
 
+    def span_s(self, start: int, stop: int, chunk: int, layers: int | None = None) -> float:
+        """Predicted seconds to compute tokens [start, stop) one chunk after the other."""
+        prior_s = self._prior.span_s(start, stop, chunk, layers)
+        if not self._fit.samples:
+            return prior_s
+        base, scale = self._fit.factors()
+        return base * -(-(stop - start) // chunk) + scale * prior_s
+
 
 class LinkCost:
     """Seconds to load `nbytes`: latency + nbytes / bandwidth. Any thread may use it."""

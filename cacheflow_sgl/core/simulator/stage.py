@@ -1,0 +1,267 @@
+"""One pipeline stage: its compute lane, its links, and the batch that shares them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cacheflow_sgl.core.batch import Candidate, batch
+from cacheflow_sgl.core.geometry import Span
+from cacheflow_sgl.core.simulator.jobs import Job, Landing
+from cacheflow_sgl.core.simulator.restores import Forward, Load
+from cacheflow_sgl.core.simulator.result import Lane, Piece
+
+if TYPE_CHECKING:
+    from cacheflow_sgl.core.simulator.simulation import Simulation
+
+
+@dataclass(slots=True)
+class _Busy:
+    """A lane: until when it is busy, in truth and as predicted."""
+
+    lane: Lane
+    idle: bool = True
+    expected_end_s: float = 0.0
+
+    def left_s(self, now_s: float) -> float:
+        """Predicted seconds until it is free."""
+        return 0.0 if self.idle else max(self.expected_end_s - now_s, 0.0)
+
+
+class Stage:
+    """Lanes of one stage. Asked to `dispatch` after every event, it gives work to those idle."""
+
+    def __init__(self, simulation: Simulation, index: int) -> None:
+        self._simulation = simulation
+        self._world = simulation.world
+        self._index = index
+        self._layers = self._world.compute.layers // simulation.setup.stages
+        self._batch = batch(simulation.setup.policy)
+        self._jobs: dict[str, Job] = {}
+        self._compute = _Busy(Lane())
+        self._links = [_Busy(Lane()) for _ in self._world.links]
+        self._owed_steps = 0
+
+    def lanes(self) -> Iterator[tuple[str, Lane]]:
+        """Names and lanes."""
+        yield f"compute {self._index}", self._compute.lane
+        for tier, link in enumerate(self._links):
+            yield f"I/O {self._index}.{tier}", link.lane
+
+    def add(self, job: Job) -> None:
+        """Take a request in that was just admitted."""
+        progress = job.stages[self._index]
+        request = job.request
+        suffix = Span(progress.suffix_at, request.prompt_tokens)
+        progress.candidate = Candidate(
+            rid=str(request.rid),
+            order=request.rid,
+            arrived_s=job.served.arrived_s,
+            compute_s=0.0,
+            load_s=0.0,
+            suffix_s=self._simulation.beliefs.compute.span_s(
+                suffix.start, suffix.stop, self._world.chunk, self._layers
+            ),
+            saving=0.0,
+            tier=0,
+            can_compute=False,
+            can_load=False,
+        )
+        self._jobs[progress.candidate.rid] = job
+        self._look_at(job)
+        self._batch.add(progress.candidate)
+
+    def refresh(self, job: Job) -> None:
+        """Something has changed for a request: tell the policy."""
+        if job.stages[self._index].candidate.rid in self._jobs:
+            self._look_at(job)
+            self._batch.update(job.stages[self._index].candidate)
+
+    def dispatch(self) -> None:
+        """Give every idle lane its next piece."""
+        if self._compute.idle:
+            self._start_compute()
+        for tier, link in enumerate(self._links):
+            if link.idle:
+                self._start_load(tier, link)
+
+    # -- what the policy sees
+
+    def _look_at(self, job: Job) -> None:
+        progress = job.stages[self._index]
+        candidate, restore = progress.candidate, progress.restore
+        suffix_now = progress.suffix_from_s <= self._simulation.now_s
+        candidate.can_compute = suffix_now and job.next_suffix(self._index, 1) is not None
+        candidate.can_load = False
+        if restore is not None and not restore.complete and self._may_restore(job):
+            candidate.compute_s = restore.compute_left_s
+            candidate.load_s = restore.load_left_s
+            candidate.saving = restore.saving
+            candidate.can_compute |= not restore.closing
+            if restore.next_tier is not None:
+                candidate.tier = restore.next_tier
+                candidate.can_load = True
+        elif restore is None or restore.complete:
+            candidate.compute_s = candidate.load_s = 0.0
+
+    def _may_restore(self, job: Job) -> bool:
+        return self._simulation.may_restore(job, self._index)
+
+    # -- the compute lane
+
+    def _start_compute(self) -> None:
+        if self._owed_steps and self._decode():
+            return
+        while (candidate := self._batch.next_compute()) is not None:
+            job = self._jobs[candidate.rid]
+            if self._start_forward(job):
+                return
+            self._follow(job)
+            self._look_at(job)
+            candidate.can_compute = False
+            self._batch.update(candidate)
+        self._decode()
+
+    def _start_forward(self, job: Job) -> bool:
+        progress = job.stages[self._index]
+        restore = progress.restore
+        if restore is not None and not restore.closing and self._may_restore(job):
+            forward = restore.next_forward([link.left_s(self._now) for link in self._links])
+            if forward is not None:
+                self._run(job, "prefix", forward)
+                return True
+        suffix = job.next_suffix(self._index, self._world.chunk)
+        if suffix is None or progress.suffix_from_s > self._now:
+            return False
+        ended = partial(self._suffix_done, job, suffix)
+        self._run(job, "suffix", Forward(suffix, self._layers, ended))
+        return True
+
+    def _run(self, job: Job, what: str, forward: Forward) -> None:
+        span, layers = forward.span, forward.layers
+        seconds = self._world.compute.seconds(span.start, span.tokens, layers)
+        expected_s = self._simulation.beliefs.compute.seconds(span.start, span.tokens, layers)
+        self._compute.idle = False
+        self._compute.expected_end_s = self._now + expected_s
+        self._note(self._compute.lane, job, what, seconds, span, layers)
+        self._simulation.after(seconds, partial(self._forward_ended, job, forward, seconds))
+        self.refresh(job)
+
+    def _forward_ended(self, job: Job, forward: Forward, seconds: float) -> None:
+        self._compute.idle = True
+        self._owed_steps = self._simulation.setup.decode_steps
+        span = forward.span
+        self._simulation.beliefs.observe_forward(span.start, span.tokens, forward.layers, seconds)
+        forward.ended()
+        self._changed(job)
+
+    def _suffix_done(self, job: Job, suffix: Span) -> None:
+        job.stages[self._index].suffix_at = suffix.stop
+
+    def _decode(self) -> bool:
+        decodes = self._simulation.decodes
+        if self._index or not len(decodes):
+            return False
+        steps, seconds = decodes.steps_within(self._simulation.until_next_event_s)
+        if self._owed_steps:
+            steps, seconds = 1, seconds / steps
+            self._owed_steps -= 1
+        self._compute.idle = False
+        self._compute.expected_end_s = self._now + seconds
+        self._compute.lane.busy_s += seconds
+        self._simulation.after(seconds, partial(self._decoded, steps))
+        return True
+
+    def _decoded(self, steps: int) -> None:
+        self._compute.idle = True
+        self._simulation.decoded(steps)
+
+    # -- the links
+
+    def _start_load(self, tier: int, link: _Busy) -> None:
+        while (candidate := self._batch.next_load(tier)) is not None:
+            job = self._jobs[candidate.rid]
+            restore = job.stages[self._index].restore
+            assert restore is not None, "only restores load"
+            load = restore.next_load(tier, self._compute.left_s(self._now))
+            if load is not None:
+                self._transfer(job, link, load)
+                return
+            self._look_at(job)
+            candidate.can_load = False
+            self._batch.update(candidate)
+
+    def _transfer(self, job: Job, link: _Busy, load: Load) -> None:
+        now = self._now
+        end_s = self._world.links[load.tier].end_s(now, load.nbytes)
+        link.idle = False
+        link.expected_end_s = now + self._simulation.beliefs.links[load.tier].seconds(load.nbytes)
+        layers = load.stop_layer - load.first_layer
+        self._note(link.lane, job, load.what, end_s - now, load.span, layers)
+        landing = Landing(now, end_s, load.first_layer, load.stop_layer)
+        job.stages[self._index].landings[id(landing)] = landing
+        self._simulation.after(end_s - now, partial(self._load_ended, job, link, load, landing))
+        self._follow(job)
+        self.refresh(job)
+
+    def _load_ended(self, job: Job, link: _Busy, load: Load, landing: Landing) -> None:
+        link.idle = True
+        del job.stages[self._index].landings[id(landing)]
+        seconds = landing.end_s - landing.start_s
+        self._simulation.beliefs.observe_load(load.tier, load.nbytes, seconds)
+        if load.what == "load":
+            job.served.loaded_bytes += load.nbytes
+        load.ended()
+        self._changed(job)
+
+    def _follow(self, job: Job) -> None:
+        """Once all is claimed: start the suffix so that each layer lands before it gets there."""
+        progress = job.stages[self._index]
+        if progress.restore is None or not progress.restore.all_claimed:
+            return
+        if progress.suffix_from_s < math.inf:
+            return
+        suffix = job.next_suffix(self._index, self._world.chunk)
+        suffix_s = 0.0
+        if suffix is not None:
+            suffix_s = self._world.compute.seconds(suffix.start, suffix.tokens, self._layers)
+        starts = [each.earliest_s(suffix_s, self._layers) for each in progress.landings.values()]
+        progress.suffix_from_s = max(starts, default=self._now)
+        wait_s = max(progress.suffix_from_s - self._now, 0.0)
+        self._simulation.after(wait_s, partial(self._changed, job))
+
+    # -- both
+
+    def _changed(self, job: Job) -> None:
+        """A piece of a request has ended here: what follows from that, here and downstream."""
+        self._follow(job)
+        progress = job.stages[self._index]
+        restore = progress.restore
+        if restore is not None and restore.complete:
+            progress.suffix_from_s = min(progress.suffix_from_s, self._now)
+        if restore is not None and restore.complete:
+            job.served.restored_s = max(job.served.restored_s, self._now)
+            progress.restore = None
+        if progress.suffix_at == job.request.prompt_tokens and progress.restore is None:
+            self._leave(job)
+        self._simulation.changed(job, self._index)
+
+    def _leave(self, job: Job) -> None:
+        rid = job.stages[self._index].candidate.rid
+        if self._jobs.pop(rid, None) is not None:
+            self._batch.remove(rid)
+
+    @property
+    def _now(self) -> float:
+        return self._simulation.now_s
+
+    def _note(
+        self, lane: Lane, job: Job, what: str, seconds: float, span: Span, layers: int
+    ) -> None:
+        lane.busy_s += seconds
+        if self._simulation.setup.record:
+            now = self._now
+            lane.pieces.append(Piece(job.request.rid, what, now, now + seconds, span, layers))

@@ -1,0 +1,234 @@
+"""CacheFlow in full: claims over chunk x layer, cut where the lanes are predicted to meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from cacheflow_sgl.core import cell_plans
+from cacheflow_sgl.core.cells import CellClaims, ComputeCells, LoadCells
+from cacheflow_sgl.core.geometry import Span
+from cacheflow_sgl.core.simulator.requests import MISSING
+from cacheflow_sgl.core.simulator.restores import Forward, Load, Plot, Restore
+
+
+def staircase_restore(
+    plot: Plot, *, load_only: bool = False, upstream: Restore | None = None
+) -> Restore:
+    """A restore over `cells.CellClaims`.
+
+    Args:
+        plot: what is restored. Where it has boundary activations, compute waits for those of its
+            chunk, which are loaded first.
+        load_only: compute nothing; the suffix follows the loads through the layers, as in SGLang.
+        upstream: the same restore on the stage before, whose output compute waits for.
+    """
+    return _StaircaseRestore(plot, load_only, upstream)
+
+
+class _StaircaseRestore:
+    def __init__(self, plot: Plot, load_only: bool, upstream: Restore | None) -> None:
+        self._plot = plot
+        self._claims = CellClaims(plot.chunks, plot.layers, [t != MISSING for t in plot.tiers])
+        self._upstream = upstream
+        self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == MISSING), default=-1)
+        self._forward_s = [plot.forward_s(chunk, plot.layers) for chunk in plot.chunks]
+        self._suffix_s = plot.forward_s(plot.suffix, plot.layers) if plot.suffix.tokens else 0.0
+        self._left_s = {tier: 0.0 for tier in plot.tiers if tier != MISSING}
+        """Predicted seconds to load what is unclaimed, by tier."""
+        for chunk, tier in enumerate(plot.tiers):
+            if tier != MISSING:
+                self._left_s[tier] += plot.layer_s(chunk) * plot.layers
+        self._compute_left_s = sum(self._forward_s)
+        self._begun: set[int] = set()
+        """Chunks that compute has claimed: what is left of them can only be loaded."""
+        self._whole: set[int] = set()
+        self._inputs: dict[int, bool] = {}
+        """Chunks whose boundary activations were asked for, and whether they have landed."""
+        self._last: dict[int, list[LoadCells]] = {}
+        self._closing = False
+        if load_only:
+            self._close()
+
+    @property
+    def compute_left_s(self) -> float:
+        return self._compute_left_s
+
+    @property
+    def load_left_s(self) -> float:
+        return sum(self._left_s.values())
+
+    @property
+    def saving(self) -> float:
+        chunk = self._claims.next_load
+        if chunk is None:
+            return 0.0
+        return self._forward_s[chunk] / (self._plot.layer_s(chunk) * self._plot.layers)
+
+    @property
+    def complete(self) -> bool:
+        return self._claims.finished
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
+    def all_claimed(self) -> bool:
+        return self._closing and not self._last
+
+    @property
+    def next_tier(self) -> int | None:
+        if self._closing:
+            return next(iter(self._last), None)
+        chunk = self._next_input()
+        if chunk is None:
+            chunk = self._claims.next_load
+        return None if chunk is None else max(self._plot.tiers[chunk], 0)
+
+    def computed(self, chunk: int) -> bool:
+        return chunk in self._whole
+
+    # -- the compute lane
+
+    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
+        chunk = self._claims.next_chunk
+        if chunk is None:
+            self._close()
+            return None
+        ceiling = self._claims.ceiling
+        if not ceiling or not self._has_input(chunk):
+            return None
+        layers = self._layers_of(chunk, ceiling, waits_s)
+        if not layers:
+            if chunk > self._last_hole:
+                self._close()
+            return None
+        return self._forward(chunk, ceiling, layers)
+
+    def _layers_of(self, chunk: int, ceiling: int, waits_s: Sequence[float]) -> int:
+        plot, span = self._plot, self._plot.chunks[chunk]
+        if plot.tiers[chunk] == MISSING:
+            return ceiling
+        return cell_plans.compute_layers(
+            cell_plans.NextChunk(
+                compute_s=partial(plot.forward_s, span),
+                ceiling=ceiling,
+                load_layer_s=plot.layer_s(chunk),
+                loads_s=max(waits_s[tier] + left_s for tier, left_s in self._left_s.items()),
+                suffix_s=self._suffix_s if chunk > self._last_hole else 0.0,
+                layers=plot.layers,
+            )
+        )
+
+    def _forward(self, chunk: int, ceiling: int, layers: int) -> Forward:
+        claim = self._claims.claim_compute(layers)
+        assert claim is not None and claim.chunk == chunk, "what was just free was claimed"
+        self._begun.add(chunk)
+        self._compute_left_s -= self._forward_s[chunk] * ceiling / self._plot.layers
+        tier = self._plot.tiers[chunk]
+        if tier != MISSING:
+            self._left_s[tier] -= self._plot.layer_s(chunk) * claim.layers
+        return Forward(self._plot.chunks[chunk], claim.layers, partial(self._forward_ended, claim))
+
+    def _forward_ended(self, claim: ComputeCells) -> None:
+        self._claims.computed(claim)
+        if claim.layers == self._plot.layers:
+            self._whole.add(claim.chunk)
+
+    # -- inputs of later stages
+
+    def _has_input(self, chunk: int) -> bool:
+        if self._plot.boundary_bytes_per_token:
+            return self._inputs.get(chunk, False)
+        if self._upstream is None or self._upstream.computed(chunk):
+            return True
+        if self._upstream.closing:  # it loads that chunk, so its output will never come
+            self._close()
+        return False
+
+    def _next_input(self) -> int | None:
+        """The chunk whose boundary activation should be loaded next: compute is one ahead of it."""
+        if not self._plot.boundary_bytes_per_token:
+            return None
+        chunk = self._claims.next_chunk
+        if chunk is None:
+            return None
+        if chunk in self._inputs and not self._inputs[chunk]:
+            chunk += 1
+        return chunk if chunk < len(self._plot.chunks) and chunk not in self._inputs else None
+
+    def _load_input(self, chunk: int) -> Load:
+        self._inputs[chunk] = False
+        span = self._plot.chunks[chunk]
+        return Load(
+            span=span,
+            first_layer=0,
+            stop_layer=0,
+            tier=max(self._plot.tiers[chunk], 0),
+            nbytes=round(span.tokens * self._plot.boundary_bytes_per_token),
+            ended=partial(self._inputs.__setitem__, chunk, True),
+            what="boundary",
+        )
+
+    # -- links
+
+    def next_load(self, tier: int, step_left_s: float) -> Load | None:
+        if self._closing:
+            cells = self._last.pop(tier, None)
+            return None if cells is None else self._load(tier, cells)
+        chunk = self._next_input()
+        if chunk is not None:
+            return self._load_input(chunk)
+        chunk = self._claims.next_load
+        if chunk is None or self._plot.tiers[chunk] != tier:
+            return None
+        claim = self._claims.claim_load(self._layers_to_load(chunk, tier, step_left_s))
+        if claim is None:
+            return None
+        self._count_load(claim)
+        return self._load(tier, [claim])
+
+    def _layers_to_load(self, chunk: int, tier: int, step_left_s: float) -> int:
+        layer_s, latency_s = self._plot.layer_s(chunk), self._plot.beliefs.links[tier].latency_s
+        layers = cell_plans.load_layers(
+            layer_s=layer_s,
+            latency_s=latency_s,
+            step_s=self._forward_s[chunk],
+            gap_s=self._left_s[tier],
+        )
+        if not step_left_s or chunk in self._begun:
+            return layers
+        # A load that compute would have overtaken before it landed only keeps the suffix waiting.
+        in_time = int((step_left_s + self._compute_left_s - latency_s) / layer_s)
+        return min(layers, in_time)
+
+    def _count_load(self, claim: LoadCells) -> None:
+        plot = self._plot
+        self._left_s[plot.tiers[claim.chunk]] -= plot.layer_s(claim.chunk) * claim.layers
+        if claim.chunk not in self._begun:
+            self._compute_left_s -= self._forward_s[claim.chunk] * claim.layers / plot.layers
+
+    def _load(self, tier: int, cells: list[LoadCells]) -> Load:
+        chunks = self._plot.chunks
+        return Load(
+            span=Span(min(chunks[c.chunk].start for c in cells), chunks[cells[0].chunk].stop),
+            first_layer=min(c.start for c in cells),
+            stop_layer=max(c.stop for c in cells),
+            tier=tier,
+            nbytes=round(sum(self._plot.layer_bytes(c.chunk) * c.layers for c in cells)),
+            ended=partial(self._load_ended, cells),
+        )
+
+    def _load_ended(self, cells: list[LoadCells]) -> None:
+        for claim in cells:
+            self._claims.landed(claim)
+
+    def _close(self) -> None:
+        """Compute nothing more: claim all that is left, to be loaded layer by layer."""
+        self._closing = True
+        while (claim := self._claims.claim_load(self._plot.layers)) is not None:
+            self._count_load(claim)
+            self._last.setdefault(self._plot.tiers[claim.chunk], []).append(claim)
+        self._compute_left_s = 0.0
+        self._left_s = dict.fromkeys(self._left_s, 0.0)

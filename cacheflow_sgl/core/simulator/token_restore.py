@@ -1,0 +1,140 @@
+"""The token-wise engine: two pointers, as Cake and CacheFlow v1 move them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from cacheflow_sgl.core.geometry import Span, segments_of
+from cacheflow_sgl.core.plans import Costs, Way
+from cacheflow_sgl.core.pointers import TwoPointers
+from cacheflow_sgl.core.policies import Planner, Policy
+from cacheflow_sgl.core.simulator.requests import MISSING
+from cacheflow_sgl.core.simulator.restores import Forward, Load, Plot, Restore
+
+PAGE = 64
+"""Tokens of a page."""
+
+
+def token_restore(plot: Plot, policy: Policy) -> Restore:
+    """A restore over `pointers.TwoPointers`: `CAKE`, or `CACHEFLOW` with its start rule.
+
+    For one stage, and one tier: the first chunk's.
+    """
+    return _TokenRestore(plot, policy)
+
+
+class _StageCost:
+    """Predicted forwards through the layers of one stage, as the token-wise planner asks."""
+
+    known = True
+
+    def __init__(self, plot: Plot) -> None:
+        self._compute = plot.beliefs.compute
+        self._layers = plot.layers
+
+    def observe(self, start: int, rows: int, seconds: float) -> None:
+        """Beliefs learn by themselves."""
+
+    def seconds(self, start: int, rows: int) -> float:
+        """Seconds of a forward."""
+        return self._compute.seconds(start, rows, self._layers)
+
+
+class _TokenRestore:
+    def __init__(self, plot: Plot, policy: Policy) -> None:
+        self._plot = plot
+        self._policy = policy
+        chunk = plot.chunks[0].tokens
+        present = [tier != MISSING for tier in plot.tiers for _ in range(chunk // PAGE)]
+        self._pointers = TwoPointers(segments_of(plot.span, present, PAGE), PAGE)
+        self._tier = next(tier for tier in plot.tiers if tier != MISSING)
+        costs = Costs(
+            compute=_StageCost(plot),
+            link=plot.beliefs.links[self._tier],
+            bytes_per_token=round(plot.bytes_per_token),
+        )
+        self._planner = Planner(chunk, PAGE, costs)
+        self._way = self._planner.plan(policy, plot.span).way
+        if self._way is Way.RECOMPUTE:
+            self._pointers.stop_loading()
+        self._forwards = 0
+        self._in_flight = 0
+
+    @property
+    def compute_left_s(self) -> float:
+        at, gap = self._pointers.position, self._pointers.gap
+        plot = self._plot
+        return plot.beliefs.compute.span_s(at, at + gap, plot.chunks[0].tokens, plot.layers)
+
+    @property
+    def load_left_s(self) -> float:
+        return self._planner.costs.load_s(self._pointers.gap)
+
+    @property
+    def saving(self) -> float:
+        load_s = self.load_left_s
+        return self.compute_left_s / load_s if load_s else 0.0
+
+    @property
+    def complete(self) -> bool:
+        return self._pointers.finished and not self._forwards
+
+    @property
+    def closing(self) -> bool:
+        return self._way is Way.LOAD
+
+    @property
+    def all_claimed(self) -> bool:
+        return self.closing and not self._pointers.gap
+
+    @property
+    def next_tier(self) -> int | None:
+        if self._pointers.loading_stopped or not self._pointers.gap:
+            return None
+        return self._tier
+
+    def computed(self, chunk: int) -> bool:
+        return False
+
+    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
+        pointers = self._pointers
+        tokens = self._planner.compute_claim(
+            self._policy,
+            position=pointers.position,
+            gap=pointers.gap,
+            load_in_flight=self._in_flight,
+        )
+        claim = pointers.claim_compute(tokens)
+        if claim is None:
+            return None
+        self._forwards += 1
+        return Forward(claim, self._plot.layers, self._forward_ended)
+
+    def _forward_ended(self) -> None:
+        self._forwards -= 1
+        self._pointers.jump()
+
+    def next_load(self, tier: int, step_left_s: float) -> Load | None:
+        gap = self._pointers.gap
+        tokens = gap
+        if not self.closing:
+            position = self._pointers.position
+            tokens = self._planner.load_claim(self._policy, position=position, gap=gap)
+        claim = self._pointers.claim_load(tokens)
+        if claim is None:
+            return None
+        self._in_flight += claim.tokens
+        return Load(
+            span=claim,
+            first_layer=0,
+            stop_layer=self._plot.layers,
+            tier=tier,
+            nbytes=round(claim.tokens * self._plot.bytes_per_token),
+            ended=partial(self._load_ended, claim),
+        )
+
+    def _load_ended(self, claim: Span) -> None:
+        self._in_flight -= claim.tokens
+        self._pointers.landed(claim)
+        self._pointers.jump()
