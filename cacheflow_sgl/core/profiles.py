@@ -341,6 +341,9 @@ class TableCost:
         at, share = _place(self._rows, rows)
         by_row = self._seconds.transpose(1, 0, 2)
         seconds = by_row[at] + share[..., None, None] * (by_row[at + 1] - by_row[at])
+        # Beyond both the last rows and the last start lines would still cross.
+        rise = np.diff(seconds[..., -2:, :], axis=-2)
+        seconds[..., -1:, :] = seconds[..., -2:-1, :] + np.maximum.accumulate(rise, axis=-1)
         seconds[rows == 0] = 0.0
         return np.asarray(seconds)
 
