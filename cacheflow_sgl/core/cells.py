@@ -109,7 +109,7 @@ class CellClaims:
         self._layers = layers
         self._chunks = [_Chunk(hole=not there, high=layers) for there in loadable]
         self._next = 0  # no chunk before it needs compute
-        self._there = 0  # all cells before this chunk are there
+        self._there = 0  # all cells before this chunk are there, and stay so
         self._rests: deque[int] = deque()  # chunks of which loads have to bring the rest
         self._running: set[LoadCells | ComputeCells] = set()
         self._loads = 0
@@ -358,7 +358,6 @@ class CellClaims:
         chunk.hole, chunk.low, chunk.high = True, 0, self._layers
         chunk.computed = chunk.landed = 0
         self._next = min(self._next, number)
-        self._there = min(self._there, number)
 
     def _end_load(self, cells: LoadCells) -> _Chunk:
         self._end(cells)
