@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cacheflow_sgl.core.profiles import Decode, Profile, TableCost
 
@@ -28,6 +29,8 @@ class Link:
         rates = [self.bytes_per_s, *(rate for _, rate in self.changes)]
         if self.latency_s < 0 or min(rates) <= 0:
             raise ValueError(f"a link needs a latency from 0 up and positive rates: {self}")
+        if any(later < at for (at, _), (later, _) in pairwise(self.changes)):
+            raise ValueError(f"a link needs its changes in ascending order of time: {self}")
 
     def end_s(self, start_s: float, nbytes: float) -> float:
         """When a load of `nbytes` bytes that starts at `start_s` has landed."""
