@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import msgspec
+
+from cacheflow_sgl import machine
 
 _PACKAGES = ("cacheflow-sgl", "sglang", "torch")
 
@@ -39,33 +37,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     def now(cls, model: str, *, on_cpu: bool) -> Environment:
         """The environment of a bench that starts now."""
         return cls(
-            hardware=_processor() if on_cpu else _accelerators(),
+            hardware=machine.processor() if on_cpu else _accelerators(),
             cpus=len(os.sched_getaffinity(0)),
             load_average=os.getloadavg(),
             model=model,
-            versions={"python": platform.python_version()} | _versions(),
-            command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+            versions=machine.versions(_PACKAGES),
+            command=machine.command_line(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
 
 
 def _accelerators() -> str:

@@ -15,7 +15,7 @@ from cacheflow_sgl.bench.protocol import Control
 from cacheflow_sgl.bench.rounds import Bench, planned_requests
 from cacheflow_sgl.bench.rows import Row, rows_of
 from cacheflow_sgl.bench.server import bench_server
-from cacheflow_sgl.bench.show import progress_bar
+from cacheflow_sgl.progress import progress_bar
 
 
 class RestoreResult(msgspec.Struct, frozen=True):

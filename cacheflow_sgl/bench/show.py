@@ -8,32 +8,10 @@ from itertools import groupby
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from cacheflow_sgl.bench.environment import Environment
 from cacheflow_sgl.bench.rows import LEAST_LANE_RATE, Interval, Row
-
-
-def progress_bar(console: Console) -> Progress:
-    """A bar that leaves nothing behind, and shows on terminals only."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def print_rows(environment: Environment, rows: Sequence[Row], console: Console) -> None:

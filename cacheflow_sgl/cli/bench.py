@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from typing import Annotated, TypeVar
+from contextlib import closing
+from typing import Annotated
 
 import typer
 
@@ -17,13 +15,13 @@ from cacheflow_sgl.bench.rows import Row
 from cacheflow_sgl.bench.show import faults, print_rows
 from cacheflow_sgl.client import ServerError
 
+from .input import interruptible, numbers
 from .output import JsonOption, console, fail, write_json
 from .serve import detect_hardware
 
 app = typer.Typer(
     help="Measure variants side by side in one server.", no_args_is_help=True, add_completion=False
 )
-T = TypeVar("T", int, float)
 
 
 @app.callback()
@@ -87,8 +85,8 @@ def restore(
     try:
         options = RestoreOptions(
             policies=tuple(policies.split(",")),
-            balances=_numbers("--balance", balance, float),
-            prefix_tokens=_numbers("--prefix-tokens", prefix_tokens, int),
+            balances=numbers("--balance", balance, float),
+            prefix_tokens=numbers("--prefix-tokens", prefix_tokens, int),
             suffix_tokens=suffix_tokens,
             repeats=repeats,
             model=model,
@@ -107,7 +105,7 @@ def restore(
     rows: list[Row] = []
     problem: tuple[str, int] | None = None
     try:
-        with closing(bench_restore(options, on_cpu=on_cpu)) as measured, _interruptible():
+        with closing(bench_restore(options, on_cpu=on_cpu)) as measured, interruptible():
             for more in measured:
                 rows += more
     except (BenchError, ServerError) as error:
@@ -121,21 +119,3 @@ def restore(
         fail(*problem)
     if faults(rows):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """While open, SIGTERM is as Ctrl-C: the server would outlive this process otherwise."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
-    """The numbers of a list with commas; `ValueError` that names the option."""
-    try:
-        return tuple(kind(item) for item in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option}: {text!r} is not a number or a list of them") from None

@@ -1,5 +1,6 @@
 """The `cacheflow` command: one function a subcommand, each in a file of its own name."""
 
+import multiprocessing
 import sys
 
 import typer
@@ -25,11 +26,12 @@ def root() -> None:
 def _add_commands() -> str | None:
     """Add all commands but `doctor`; what is missing if the installation is broken."""
     try:
-        from . import bench, profile, replay, serve, store, tiny_model
+        from . import bench, profile, replay, serve, simulate, store, tiny_model
     except (ImportError, OSError) as error:
         return " ".join(str(error).split())
     app.command(context_settings=serve.PASS_THROUGH)(serve.serve)
     app.command()(replay.replay)
+    app.command()(simulate.simulate)
     app.command(name="tiny-model")(tiny_model.tiny_model)
     app.add_typer(bench.app, name="bench")
     app.add_typer(profile.app, name="profile")
@@ -37,7 +39,8 @@ def _add_commands() -> str | None:
     return None
 
 
-_missing = _add_commands()
+# Processes that a command starts import this module anew, but need no commands, nor their imports.
+_missing = _add_commands() if multiprocessing.current_process().name == "MainProcess" else None
 
 
 def main() -> None:

@@ -116,9 +116,9 @@ def replay(
             vocab_size=vocab_size,
             timeout_s=timeout,
         )
-        _check_outputs(json, plot)
+        check_outputs(json, plot=plot)
         loaded = load_trace(trace, format)
-        _warn_skipped(loaded)
+        warn_skipped(loaded)
         report = run_replay(loaded, url, options, api_key=api_key)
         try:
             _write(report, loaded.name, json, plot)
@@ -133,9 +133,9 @@ def replay(
         raise typer.Exit(1)
 
 
-def _check_outputs(json: Path | None, plot: Path | None) -> None:
-    """Find out before a long replay, not after it, that its report has no place."""
-    for path in (json, plot):
+def check_outputs(*files: Path | None, plot: Path | None) -> None:
+    """Find out before long work, not after it, that what it finds has no place."""
+    for path in (*files, plot):
         if path is not None:
             _check_writable(path)
     if plot is not None:
@@ -156,7 +156,8 @@ def _check_writable(path: Path) -> None:
         raise ReplayError(f"{path}: cannot write to its folder: {error.strerror}") from None
 
 
-def _warn_skipped(trace: Trace) -> None:
+def warn_skipped(trace: Trace) -> None:
+    """Say on stderr what of a trace was skipped."""
     if trace.note:
         typer.echo(f"note: {trace.note}", err=True)
     for broken in trace.broken[:_BROKEN_SHOWN]:

@@ -9,15 +9,9 @@ import threading
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TextColumn
 
+from cacheflow_sgl.progress import progress_bar
 from cacheflow_sgl.replay.report import Report, RequestRecord
 from cacheflow_sgl.replay.runner import ReplayOptions, replay_async
 from cacheflow_sgl.replay.trace import Trace
@@ -36,7 +30,8 @@ def replay(
     SIGINT and SIGTERM end it early, with what there is in the report and ``summary.interrupted``
     set. Raises ReplayError where it cannot start.
     """
-    with _progress(console or Console(stderr=True)) as progress:
+    errors = TextColumn("[red]{task.fields[failed]}")
+    with progress_bar(console or Console(stderr=True), errors) as progress:
         task = progress.add_task("replay", total=None, failed="")
         failed = 0
 
@@ -61,20 +56,6 @@ def replay(
                 )
 
         return asyncio.run(run())
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[red]{task.fields[failed]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,  # elsewhere, as in a log, it would leave an empty line
-    )
 
 
 @contextlib.contextmanager
