@@ -29,8 +29,7 @@ _SecondsOrNone = Annotated[float, Meta(ge=0)]
 _MOST_LINES = 16384
 """Remembered pairs of rows and layers; a table asked for more forgets all and starts again."""
 _MOST_SUMS = 1024
-
-
+"""The same for sums over chunks, by offset, chunk and layers."""
 _NUMBERS = re.compile(r"\[\n[\s\d.,eE+-]*\]")
 """A list of numbers that is spread over lines. In a JSON string no line ends."""
 

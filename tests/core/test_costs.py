@@ -330,3 +330,15 @@ def test_a_link_is_as_expected_until_a_few_loads_have_landed() -> None:
 def test_a_link_that_cannot_be_is_not_expected(tier: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="no link"):
         LinkCost.expecting(*tier)
+
+
+@pytest.mark.parametrize("observed", [0, 20])
+def test_a_corrected_span_takes_as_long_as_its_chunks(observed: int) -> None:
+    cost = CorrectedCost(PRIOR)
+    for at in range(observed):
+        cost.observe(CHUNK * at, CHUNK, truth_s(CHUNK * at, CHUNK))
+        cost.observe(CHUNK * at, 64, truth_s(CHUNK * at, 64))
+    for start, stop in ((0, 0), (100, 5000), (CHUNK, 4 * CHUNK)):
+        chunks = [(at, min(CHUNK, stop - at)) for at in range(start, stop, CHUNK)]
+        each = [cost.seconds(at, rows, 4) for at, rows in chunks]
+        assert cost.span_s(start, stop, CHUNK, 4) == pytest.approx(sum(each))
