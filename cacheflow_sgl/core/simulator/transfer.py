@@ -2,7 +2,7 @@
 
 Paged pools are full of gaps, so what costs is the calls. A transfer takes calls * call_s + bytes /
 rate. For 5,870 tokens of 32 layers in blocks of 16 FlowKV counts 23,469 calls where we count 32 * 2
-* 367 = 23,488 (theirs is no multiple of 64: an average over requests), and 1 once aligned.
+* 367 = 23,488 (theirs is no multiple of 64, so perhaps an average over requests), and 1 aligned.
 
 `CALL_S` follows from FlowKV's two average latencies, `NODE_BYTES_PER_S` is assumed. Nothing was
 fitted to what they report of 12k tokens of Llama-3.1-8B (131,072 bytes a token) inside one node:
