@@ -16,7 +16,7 @@ staircases. That one separates by chunk up to the order of the k_j, so a dynamic
 it: F_j[k] = g_j[k] + min over k' >= k of F_{j-1}[k'] with g_j = a_j C_j + b_j W_j. The best prices
 give a lower bound on T and splits that balance the paths but for a chunk or so. A local search over
 clamps (chunks up to j raised to at least k, or chunks from j on lowered to at most k, all (j, k) at
-once) takes these, the token-wise and the layer-wise split the rest of the way.
+once) takes their mean and the token-wise split the rest of the way.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def staircase_plan(grid: Grid, start: Staircase | None = None) -> Staircase:
     if start is not None and len(start.split) >= grid.chunks:
         return _staircase(grid, _polished(grid, _remaining(grid, start)))
     dual = _Dual(grid, _PLAN_GAP)
-    starts = [token_plan(grid), layer_plan(grid), _staircase(grid, dual.balanced_split())]
-    best = starts[0]
+    best = layer_plan(grid)
+    starts = [token_plan(grid), _staircase(grid, dual.balanced_split())]
     for plan in sorted(starts, key=lambda plan: plan.seconds):
         polished = _staircase(grid, _polished(grid, np.array(plan.split)))
         best = min(best, polished, key=lambda plan: plan.seconds)
