@@ -11,6 +11,7 @@ many requests wait.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -110,7 +111,9 @@ class Batch:
 
     def __init__(self) -> None:
         self._candidates: dict[str, Candidate] = {}
-        self._begun: set[str] = set()
+        self._begun: dict[str, int] = {}
+        """How many had begun before it: those that have go first, in this order."""
+        self._beginnings = count()
         self._compute = _Queue()
         self._loads: dict[int, _Queue] = {}
         self._tier: dict[str, int] = {}
@@ -136,7 +139,7 @@ class Batch:
     def remove(self, rid: str) -> None:
         """Let a request go: it has its first token, or was aborted. `KeyError` if unknown."""
         del self._candidates[rid]
-        self._begun.discard(rid)
+        self._begun.pop(rid, None)
         self._compute.drop(rid)
         self._leave_link(rid)
 
@@ -147,9 +150,13 @@ class Batch:
             return None
         candidate = self._candidates[rid]
         if rid not in self._begun:
-            self._begun.add(rid)
+            self._begun[rid] = next(self._beginnings)
             self._file(candidate)
         return candidate
+
+    def outranks(self, rid: str, other: str) -> bool:
+        """Whether the compute lane serves `rid` before `other` when both can compute."""
+        return self._rank(self._candidates[rid]) < self._rank(self._candidates[other])
 
     def next_load(self, tier: int) -> Candidate | None:
         """Whose claim the link of `tier` should load next."""
@@ -178,7 +185,7 @@ class Batch:
     def _file(self, candidate: Candidate) -> None:
         rid = candidate.rid
         if self._may_compute(candidate):
-            self._compute.put(rid, (rid not in self._begun, *self._compute_key(candidate)))
+            self._compute.put(rid, self._rank(candidate))
         else:
             self._compute.drop(rid)
         if not self._may_load(candidate):
@@ -188,6 +195,13 @@ class Batch:
             self._leave_link(rid)
             self._tier[rid] = candidate.tier
         self._loads.setdefault(candidate.tier, _Queue()).put(rid, self._load_key(candidate))
+
+    def _rank(self, candidate: Candidate) -> Key:
+        return (self._turn_of(candidate.rid), *self._compute_key(candidate))
+
+    def _turn_of(self, rid: str) -> float:
+        """Those that have begun first, in the order in which they did."""
+        return self._begun.get(rid, math.inf)
 
     def _leave_link(self, rid: str) -> None:
         tier = self._tier.pop(rid, None)
@@ -278,7 +292,7 @@ class _CacheFlow(Batch):
         return (self._key[candidate.rid], candidate.order)
 
     def _load_key(self, candidate: Candidate) -> Key:
-        return (candidate.rid not in self._begun, self._key[candidate.rid], candidate.order)
+        return (self._turn_of(candidate.rid), self._key[candidate.rid], candidate.order)
 
 
 _POLICIES: dict[BatchPolicyName, type[Batch]] = {

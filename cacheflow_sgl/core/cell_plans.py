@@ -79,7 +79,8 @@ def load_layers(*, layer_s: float, latency_s: float, step_s: float, gap_s: float
         layer_s: seconds to load one layer of the chunk.
         latency_s: seconds of a load beside its bytes.
         step_s: seconds of a forward of a whole chunk.
-        gap_s: seconds to load all that is unclaimed.
+        gap_s: seconds to load all that compute may still come to first; infinite while nothing of
+            the request is computed.
     """
     seconds = max(min(step_s / 2, gap_s / 4), min(_LATENCIES_PER_LOAD * latency_s, gap_s / 2))
     return max(1, round(seconds / layer_s))

@@ -40,6 +40,7 @@ class Progress:
     """Tokens of the prompt that are there once the restore is: prefilled up to here."""
     suffix_from_s: float
     """When the suffix may start; infinite while that isn't known."""
+    suffix_begun: bool = False
     candidate: Candidate = field(init=False)
     landings: dict[int, Landing] = field(default_factory=dict)
     """Loads on their way."""

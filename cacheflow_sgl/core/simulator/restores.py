@@ -98,6 +98,9 @@ class Restore(Protocol):
     def all_claimed(self) -> bool:
         """Nothing is left to claim: the suffix may follow the loads through the layers."""
 
+    def follows_in(self, waits_s: Sequence[float]) -> float:
+        """Predicted seconds until the suffix may follow the last loads, once `closing`."""
+
     @property
     def next_tier(self) -> int | None:
         """Link of the next load; None where there is nothing to load now."""
@@ -105,8 +108,11 @@ class Restore(Protocol):
     def computed(self, chunk: int) -> bool:
         """Whether all layers of a chunk were computed here, so that the next stage can go on."""
 
-    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
-        """Claim for the compute lane; None: not now. `waits_s`: until each link is free."""
+    def next_forward(self, waits_s: Sequence[float], free_s: float) -> Forward | None:
+        """Claim for the compute lane; None: not now.
+
+        Each link is free again in its `waits_s`; the lane is wanted by others in `free_s`.
+        """
 
     def next_load(self, tier: int, step_left_s: float) -> Load | None:
         """Claim for a link; None: not now. The forward that runs ends in `step_left_s`."""

@@ -69,6 +69,8 @@ class Simulation:
         while self._events:
             self.now_s, _, event = heappop(self._events)
             event()
+            if self._events and self._events[0][0] == self.now_s:
+                continue  # what happens at the same time is known before anything is decided
             for stage in self._stages:
                 stage.dispatch()
             if len(self._served) - told >= 100:

@@ -43,6 +43,8 @@ class Stage:
         self._jobs: dict[str, Job] = {}
         self._compute = _Busy(Lane())
         self._links = [_Busy(Lane()) for _ in self._world.links]
+        self._following: dict[str, Job] = {}
+        """Requests of which nothing is computed any more but the suffix, which hasn't begun."""
         self._owed_steps = 0
 
     def lanes(self) -> Iterator[tuple[str, Lane]]:
@@ -96,6 +98,8 @@ class Stage:
         suffix_now = progress.suffix_from_s <= self._simulation.now_s
         candidate.can_compute = suffix_now and job.next_suffix(self._index, 1) is not None
         candidate.can_load = False
+        if restore is not None and restore.closing and not progress.suffix_begun:
+            self._following[candidate.rid] = job
         if restore is not None and not restore.complete and self._may_restore(job):
             candidate.compute_s = restore.compute_left_s
             candidate.load_s = restore.load_left_s
@@ -129,16 +133,36 @@ class Stage:
         progress = job.stages[self._index]
         restore = progress.restore
         if restore is not None and not restore.closing and self._may_restore(job):
-            forward = restore.next_forward([link.left_s(self._now) for link in self._links])
+            waits_s = [link.left_s(self._now) for link in self._links]
+            forward = restore.next_forward(waits_s, self._free_for(progress.candidate.rid))
             if forward is not None:
                 self._run(job, "prefix", forward)
                 return True
         suffix = job.next_suffix(self._index, self._world.chunk)
         if suffix is None or progress.suffix_from_s > self._now:
             return False
+        progress.suffix_begun = True
+        self._following.pop(progress.candidate.rid, None)
         ended = partial(self._suffix_done, job, suffix)
         self._run(job, "suffix", Forward(suffix, self._layers, ended))
         return True
+
+    def _free_for(self, rid: str) -> float:
+        """Seconds until the lane is wanted by a suffix that goes first and follows its loads."""
+        wanted = (
+            self._follows_in(job)
+            for other, job in self._following.items()
+            if other != rid and self._batch.outranks(other, rid)
+        )
+        return min(wanted, default=math.inf)
+
+    def _follows_in(self, job: Job) -> float:
+        """Predicted seconds until the suffix of a request may follow its last loads."""
+        progress = job.stages[self._index]
+        if progress.suffix_from_s < math.inf:
+            return progress.suffix_from_s - self._now
+        assert progress.restore is not None
+        return progress.restore.follows_in([link.left_s(self._now) for link in self._links])
 
     def _run(self, job: Job, what: str, forward: Forward) -> None:
         span, layers = forward.span, forward.layers
@@ -251,6 +275,7 @@ class Stage:
 
     def _leave(self, job: Job) -> None:
         rid = job.stages[self._index].candidate.rid
+        self._following.pop(rid, None)
         if self._jobs.pop(rid, None) is not None:
             self._batch.remove(rid)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,6 +35,8 @@ class _StaircaseRestore:
         self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == MISSING), default=-1)
         self._forward_s = [plot.forward_s(chunk, plot.layers) for chunk in plot.chunks]
         self._suffix_s = plot.forward_s(plot.suffix, plot.layers) if plot.suffix.tokens else 0.0
+        self._hidden_s = self._suffix_s * (1 - 1 / plot.layers)
+        """Loading that can go on behind the suffix."""
         self._left_s = {tier: 0.0 for tier in plot.tiers if tier != MISSING}
         """Predicted seconds to load what is unclaimed, by tier."""
         for chunk, tier in enumerate(plot.tiers):
@@ -42,6 +45,7 @@ class _StaircaseRestore:
         self._compute_left_s = sum(self._forward_s)
         self._begun: set[int] = set()
         """Chunks that compute has claimed: what is left of them can only be loaded."""
+        self._computing = False
         self._whole: set[int] = set()
         self._inputs: dict[int, bool] = {}
         """Chunks whose boundary activations were asked for, and whether they have landed."""
@@ -77,6 +81,14 @@ class _StaircaseRestore:
     def all_claimed(self) -> bool:
         return self._closing and not self._last
 
+    def follows_in(self, waits_s: Sequence[float]) -> float:
+        layer_s = self._plot.layer_s
+        lands_in = [
+            waits_s[tier] + sum(layer_s(claim.chunk) * claim.layers for claim in cells)
+            for tier, cells in self._last.items()
+        ]
+        return max(lands_in, default=max(waits_s)) - self._hidden_s
+
     @property
     def next_tier(self) -> int | None:
         if self._closing:
@@ -91,7 +103,7 @@ class _StaircaseRestore:
 
     # -- the compute lane
 
-    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
+    def next_forward(self, waits_s: Sequence[float], free_s: float) -> Forward | None:
         chunk = self._claims.next_chunk
         if chunk is None:
             self._close()
@@ -103,6 +115,8 @@ class _StaircaseRestore:
         if not layers:
             if chunk > self._last_hole:
                 self._close()
+            return None
+        if self._plot.forward_s(self._plot.chunks[chunk], layers) > free_s:
             return None
         return self._forward(chunk, ceiling, layers)
 
@@ -125,6 +139,7 @@ class _StaircaseRestore:
         claim = self._claims.claim_compute(layers)
         assert claim is not None and claim.chunk == chunk, "what was just free was claimed"
         self._begun.add(chunk)
+        self._computing = True
         self._compute_left_s -= self._forward_s[chunk] * ceiling / self._plot.layers
         tier = self._plot.tiers[chunk]
         if tier != MISSING:
@@ -132,6 +147,7 @@ class _StaircaseRestore:
         return Forward(self._plot.chunks[chunk], claim.layers, partial(self._forward_ended, claim))
 
     def _forward_ended(self, claim: ComputeCells) -> None:
+        self._computing = False
         self._claims.computed(claim)
         if claim.layers == self._plot.layers:
             self._whole.add(claim.chunk)
@@ -183,11 +199,25 @@ class _StaircaseRestore:
         chunk = self._claims.next_load
         if chunk is None or self._plot.tiers[chunk] != tier:
             return None
+        if self._loads_win(step_left_s):
+            self._close()
+            return self.next_load(tier, step_left_s)
         claim = self._claims.claim_load(self._layers_to_load(chunk, tier, step_left_s))
         if claim is None:
             return None
         self._count_load(claim)
         return self._load(tier, [claim])
+
+    def _loads_win(self, step_left_s: float) -> bool:
+        """Whether nothing would be computed even if the lane came here as soon as it is free."""
+        left_s = max(self._left_s.values()) - step_left_s
+        chunk = self._claims.next_chunk
+        if self._computing or chunk is None or chunk <= self._last_hole:
+            return False
+        if left_s > self._hidden_s + 2 * self._forward_s[chunk]:
+            return False  # far from it: not worth a closer look
+        waits_s = [-step_left_s] * len(self._plot.beliefs.links)
+        return not self._layers_of(chunk, self._claims.ceiling, waits_s)
 
     def _layers_to_load(self, chunk: int, tier: int, step_left_s: float) -> int:
         layer_s, latency_s = self._plot.layer_s(chunk), self._plot.beliefs.links[tier].latency_s
@@ -195,7 +225,7 @@ class _StaircaseRestore:
             layer_s=layer_s,
             latency_s=latency_s,
             step_s=self._forward_s[chunk],
-            gap_s=self._left_s[tier],
+            gap_s=self._left_s[tier] if self._computing else math.inf,
         )
         if not step_left_s or chunk in self._begun:
             return layers

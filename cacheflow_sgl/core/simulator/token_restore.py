@@ -88,6 +88,9 @@ class _TokenRestore:
     def all_claimed(self) -> bool:
         return self.closing and not self._pointers.gap
 
+    def follows_in(self, waits_s: Sequence[float]) -> float:
+        return waits_s[self._tier] + self.load_left_s
+
     @property
     def next_tier(self) -> int | None:
         if self._pointers.loading_stopped or not self._pointers.gap:
@@ -97,7 +100,7 @@ class _TokenRestore:
     def computed(self, chunk: int) -> bool:
         return False
 
-    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
+    def next_forward(self, waits_s: Sequence[float], free_s: float) -> Forward | None:
         pointers = self._pointers
         tokens = self._planner.compute_claim(
             self._policy,
