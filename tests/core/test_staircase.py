@@ -372,11 +372,12 @@ def test_the_cheapest_descent_is_the_cheapest_of_all() -> None:
         assert costs[each, split].sum() == pytest.approx(least)
 
 
-@given(grids(), st.data())
-@settings(max_examples=40, deadline=None)
-def test_clamps_take_as_long_as_is_said_of_them(grid: Grid, data: st.DataObject) -> None:
-    splits = all_splits(grid)
-    split = splits[data.draw(st.integers(0, len(splits) - 1))]
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_clamps_take_as_long_as_is_said_of_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    grid = random_grid(rng, holes=0.4)
+    split = rng.choice(all_splits(grid))
     raised_s, lowered_s = staircase._clamped_s(grid, split, grid.paths(split))
     for j, k in product(range(grid.chunks), range(grid.layers + 1)):
         first = grid.segment_starts[grid.segment[j]]
@@ -384,9 +385,9 @@ def test_clamps_take_as_long_as_is_said_of_them(grid: Grid, data: st.DataObject)
         raised, lowered = split.copy(), split.copy()
         raised[first : j + 1] = np.maximum(raised[first : j + 1], k)
         lowered[j:stop] = np.minimum(lowered[j:stop], k)
-        assert raised_s[j, k] == makespan(grid, raised.tolist())
+        assert raised_s[j, k] == pytest.approx(makespan(grid, raised.tolist()))
         if not grid.holes[j]:
-            assert lowered_s[j, k] == makespan(grid, lowered.tolist())
+            assert lowered_s[j, k] == pytest.approx(makespan(grid, lowered.tolist()))
 
 
 def test_a_restore_that_takes_no_time() -> None:
