@@ -33,6 +33,10 @@ class Served:
         return self.first_token_s - self.arrived_s
 
 
+NOBODY = -1
+"""The request of a decode step, which is for all that run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a lane did at one time, for one request."""

@@ -12,7 +12,7 @@ from cacheflow_sgl.core.batch import Candidate, batch
 from cacheflow_sgl.core.geometry import Span
 from cacheflow_sgl.core.simulator.jobs import Job, Landing
 from cacheflow_sgl.core.simulator.restores import Forward, Load
-from cacheflow_sgl.core.simulator.result import Lane, Piece
+from cacheflow_sgl.core.simulator.result import NOBODY, Lane, Piece
 
 if TYPE_CHECKING:
     from cacheflow_sgl.core.simulator.simulation import Simulation
@@ -20,15 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Busy:
-    """A lane: until when it is busy, in truth and as predicted."""
+    """A lane and what it was given: until when it is busy, in truth and as predicted."""
 
     lane: Lane
-    idle: bool = True
+    pieces: int = 0
+    """Given and not ended."""
+    end_s: float = 0.0
     expected_end_s: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.pieces
 
     def left_s(self, now_s: float) -> float:
         """Predicted seconds until it is free."""
-        return 0.0 if self.idle else max(self.expected_end_s - now_s, 0.0)
+        return max(self.expected_end_s - now_s, 0.0) if self.pieces else 0.0
+
+    def give(self, now_s: float, expected_s: float) -> float:
+        """Give it one more piece, which takes its turn; when that starts."""
+        self.expected_end_s = now_s + self.left_s(now_s) + expected_s
+        self.pieces += 1
+        return max(now_s, self.end_s)
 
 
 class Stage:
@@ -89,6 +101,9 @@ class Stage:
         for tier, link in enumerate(self._links):
             if link.idle:
                 self._start_load(tier, link)
+        # Last, for how many steps fit in depends on what happens next.
+        if self._compute.idle:
+            self._decode()
 
     # -- what the policy sees
 
@@ -127,7 +142,6 @@ class Stage:
             self._look_at(job)
             candidate.can_compute = False
             self._batch.update(candidate)
-        self._decode()
 
     def _start_forward(self, job: Job) -> bool:
         progress = job.stages[self._index]
@@ -138,6 +152,7 @@ class Stage:
             if forward is not None:
                 self._run(job, "prefix", forward)
                 return True
+            self._queue_last_loads(job)
         suffix = job.next_suffix(self._index, self._world.chunk)
         if suffix is None or progress.suffix_from_s > self._now:
             return False
@@ -168,14 +183,15 @@ class Stage:
         span, layers = forward.span, forward.layers
         seconds = self._world.compute.seconds(span.start, span.tokens, layers)
         expected_s = self._simulation.beliefs.compute.seconds(span.start, span.tokens, layers)
-        self._compute.idle = False
-        self._compute.expected_end_s = self._now + expected_s
-        self._note(self._compute.lane, job, what, seconds, span, layers)
+        start_s = self._compute.give(self._now, expected_s)
+        self._note(
+            self._compute, Piece(job.request.rid, what, start_s, start_s + seconds, span, layers)
+        )
         self._simulation.after(seconds, partial(self._forward_ended, job, forward, seconds))
         self.refresh(job)
 
     def _forward_ended(self, job: Job, forward: Forward, seconds: float) -> None:
-        self._compute.idle = True
+        self._compute.pieces -= 1
         self._owed_steps = self._simulation.setup.decode_steps
         span = forward.span
         self._simulation.beliefs.observe_forward(span.start, span.tokens, forward.layers, seconds)
@@ -193,14 +209,16 @@ class Stage:
         if self._owed_steps:
             steps, seconds = 1, seconds / steps
             self._owed_steps -= 1
-        self._compute.idle = False
-        self._compute.expected_end_s = self._now + seconds
-        self._compute.lane.busy_s += seconds
+        start_s = self._compute.give(self._now, seconds)
+        self._note(
+            self._compute,
+            Piece(NOBODY, "decode", start_s, start_s + seconds, Span(0, 0), self._layers),
+        )
         self._simulation.after(seconds, partial(self._decoded, steps))
         return True
 
     def _decoded(self, steps: int) -> None:
-        self._compute.idle = True
+        self._compute.pieces -= 1
         self._simulation.decoded(steps)
 
     # -- the links
@@ -218,21 +236,29 @@ class Stage:
             candidate.can_load = False
             self._batch.update(candidate)
 
+    def _queue_last_loads(self, job: Job) -> None:
+        """Give the links what is left of a request that has just closed, for its suffix is next."""
+        restore = job.stages[self._index].restore
+        while restore is not None and restore.closing and restore.next_tier is not None:
+            load = restore.next_load(restore.next_tier, 0.0)
+            assert load is not None, "the tier of a last load has one"
+            self._transfer(job, self._links[load.tier], load)
+
     def _transfer(self, job: Job, link: _Busy, load: Load) -> None:
-        now = self._now
-        end_s = self._world.links[load.tier].end_s(now, load.nbytes)
-        link.idle = False
-        link.expected_end_s = now + self._simulation.beliefs.links[load.tier].seconds(load.nbytes)
+        expected_s = self._simulation.beliefs.links[load.tier].seconds(load.nbytes)
+        start_s = link.give(self._now, expected_s)
+        end_s = self._world.links[load.tier].end_s(start_s, load.nbytes)
         layers = load.stop_layer - load.first_layer
-        self._note(link.lane, job, load.what, end_s - now, load.span, layers)
-        landing = Landing(now, end_s, load.first_layer, load.stop_layer)
+        self._note(link, Piece(job.request.rid, load.what, start_s, end_s, load.span, layers))
+        landing = Landing(start_s, end_s, load.first_layer, load.stop_layer)
         job.stages[self._index].landings[id(landing)] = landing
-        self._simulation.after(end_s - now, partial(self._load_ended, job, link, load, landing))
+        ended = partial(self._load_ended, job, link, load, landing)
+        self._simulation.after(end_s - self._now, ended)
         self._follow(job)
         self.refresh(job)
 
     def _load_ended(self, job: Job, link: _Busy, load: Load, landing: Landing) -> None:
-        link.idle = True
+        link.pieces -= 1
         del job.stages[self._index].landings[id(landing)]
         seconds = landing.end_s - landing.start_s
         self._simulation.beliefs.observe_load(load.tier, load.nbytes, seconds)
@@ -283,10 +309,8 @@ class Stage:
     def _now(self) -> float:
         return self._simulation.now_s
 
-    def _note(
-        self, lane: Lane, job: Job, what: str, seconds: float, span: Span, layers: int
-    ) -> None:
-        lane.busy_s += seconds
+    def _note(self, busy: _Busy, piece: Piece) -> None:
+        busy.end_s = piece.stop_s
+        busy.lane.busy_s += piece.stop_s - piece.start_s
         if self._simulation.setup.record:
-            now = self._now
-            lane.pieces.append(Piece(job.request.rid, what, now, now + seconds, span, layers))
+            busy.lane.pieces.append(piece)
