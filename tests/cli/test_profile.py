@@ -110,7 +110,7 @@ def forward_s(start: int, rows: int) -> float:
 
 
 def measured(*, noise: Sequence[float] = (1.0, 0.5, 1.0)) -> Measured:
-    """Every cell as often as there is noise, a forward of two requests, loads, decode steps."""
+    """Every cell as often as there is noise, forwards of two requests, loads, decode steps."""
     cells = [(start, rows) for start in OPTIONS.starts for rows in OPTIONS.rows]
     forwards = [
         Forward([Part("r", start, rows)], 0.0, factor * forward_s(start, rows))
@@ -120,7 +120,7 @@ def measured(*, noise: Sequence[float] = (1.0, 0.5, 1.0)) -> Measured:
     shared = Forward([Part("r", 0, 64), Part("s", 0, 64)], 0.0, 99.0)
     loads = [Load(count * 65536, 0.0, 0.001 + count * 65536 / 1e9) for count in (1, 4, 16) * 5]
     steps = [(64 + at, 0.02) for at in range(9)] + [(1000 + at, 0.03) for at in range(9)]
-    return Measured([*forwards, shared], loads, 16 * 7 * 15, steps)
+    return Measured([*forwards, *[shared] * 9], loads, 16 * 7 * 15, steps)
 
 
 def test_options_say_which_cells_are_measured():

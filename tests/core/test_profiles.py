@@ -273,6 +273,20 @@ def test_lines_that_cross_beyond_the_table_do_not_fall():
     assert far[0] > 0
 
 
+def test_layers_do_not_cross_beyond_the_last_start_and_rows():
+    cells = [[[1, 1], [1, 101]], [[51, 51], [51, 101]], [[51, 51], [101, 101]]]
+    table = profile(
+        lambda start, rows, layers: cells[start][rows - 1][layers - 1] / 100,
+        starts=(0, 1, 2),
+        rows=(1, 2),
+        layers=(1, 2),
+    )
+    cost = TableCost(table)
+    far = [cost.seconds(4, 3, layers) for layers in (1, 2)]
+    assert far == sorted(far)
+    assert cost.table(4, 3, [1, 2]) == pytest.approx(far)
+
+
 points = st.tuples(st.integers(0, 20_000), st.integers(1, 2000), st.integers(1, 9))
 
 
