@@ -51,17 +51,20 @@ def compute_layers(chunk: NextChunk) -> int:
         return chunk.loads_s - layers * chunk.load_layer_s
 
     def finish_s(layers: int) -> float:
-        # The last layer of the suffix can't start before the last load has landed.
-        follows = chunk.suffix_s / chunk.layers
-        return max(compute_s(layers) + chunk.suffix_s, loads_s(layers) + follows)
+        # Loads that go layer by layer hold the suffix at its first layer, or at its last.
+        left_s, share = loads_s(layers), 1 / chunk.layers
+        start_s = max(compute_s(layers), left_s * share)
+        return max(start_s + chunk.suffix_s, left_s + chunk.suffix_s * share)
 
-    hidden = chunk.suffix_s * (1 - 1 / chunk.layers)
-    if compute_s(chunk.ceiling) <= loads_s(chunk.ceiling) - hidden:
+    def in_time(layers: int) -> bool:
+        return compute_s(layers) <= loads_s(layers) - chunk.suffix_s
+
+    if in_time(chunk.ceiling):
         return chunk.ceiling
     early, late = 0, chunk.ceiling
     while late - early > 1:
         middle = (early + late) // 2
-        if compute_s(middle) <= loads_s(middle) - hidden:
+        if in_time(middle):
             early = middle
         else:
             late = middle

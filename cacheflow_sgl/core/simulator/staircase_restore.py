@@ -35,8 +35,6 @@ class _StaircaseRestore:
         self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == MISSING), default=-1)
         self._forward_s = [plot.forward_s(chunk, plot.layers) for chunk in plot.chunks]
         self._suffix_s = plot.forward_s(plot.suffix, plot.layers) if plot.suffix.tokens else 0.0
-        self._hidden_s = self._suffix_s * (1 - 1 / plot.layers)
-        """Loading that can go on behind the suffix."""
         self._left_s = {tier: 0.0 for tier in plot.tiers if tier != MISSING}
         """Predicted seconds to load what is unclaimed, by tier."""
         for chunk, tier in enumerate(plot.tiers):
@@ -87,7 +85,7 @@ class _StaircaseRestore:
             waits_s[tier] + sum(layer_s(claim.chunk) * claim.layers for claim in cells)
             for tier, cells in self._last.items()
         ]
-        return max(lands_in, default=max(waits_s)) - self._hidden_s
+        return max(lands_in, default=max(waits_s)) - self._suffix_s * (1 - 1 / self._plot.layers)
 
     @property
     def next_tier(self) -> int | None:
@@ -212,9 +210,9 @@ class _StaircaseRestore:
         """Whether nothing would be computed even if the lane came here as soon as it is free."""
         left_s = max(self._left_s.values()) - step_left_s
         chunk = self._claims.next_chunk
-        if self._computing or chunk is None or chunk <= self._last_hole:
+        if chunk is None or chunk <= self._last_hole or not self._claims.ceiling:
             return False
-        if left_s > self._hidden_s + 2 * self._forward_s[chunk]:
+        if left_s > self._suffix_s + 2 * self._forward_s[chunk]:
             return False  # far from it: not worth a closer look
         waits_s = [-step_left_s] * len(self._plot.beliefs.links)
         return not self._layers_of(chunk, self._claims.ceiling, waits_s)
