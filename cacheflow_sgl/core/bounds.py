@@ -163,20 +163,27 @@ def _by_link(there: npt.NDArray[np.bool_], link: _Array) -> list[npt.NDArray[np.
 
 def _cheapest_first(compute: _Array, load: _Array) -> tuple[_Array, _Array]:
     """Link seconds taken over and compute seconds spent on them, summed, cheapest cells first."""
-    order = np.argsort(compute / load)
+    with np.errstate(over="ignore"):
+        order = np.argsort(compute / load)
     return (
         np.concatenate([[0.0], np.cumsum(load[order])]),
         np.concatenate([[0.0], np.cumsum(compute[order])]),
     )
 
 
-PRICES = np.linspace(0.0, 1.0, 21)
-"""Prices of a second of the compute lane at which bounds look; a second of link costs the rest."""
+_PRICES = np.linspace(0.0, 1.0, 41)
 
 
-def priced(compute_s: _Array, load_s: _Array, suffix_s: float) -> _Array:
-    """(prices,) least cost of one request over its (options,) splits, at each of `PRICES`."""
-    cost = np.outer(PRICES, compute_s + suffix_s) + np.outer(1 - PRICES, load_s)
+def priced(compute_s: _Array, load_s: _Array, suffix_s: float, prices: _Array) -> _Array:
+    """Least cost of one request over all its splits, at each price of the compute lane.
+
+    Args:
+        compute_s: (splits,) seconds of the compute lane.
+        load_s: (splits,) seconds of the link.
+        suffix_s: seconds of the compute lane for the suffix.
+        prices: (prices,) from 0 to 1, of a second of the compute lane; one of link costs the rest.
+    """
+    cost = np.outer(prices, compute_s + suffix_s) + np.outer(1 - prices, load_s)
     return np.asarray(cost.min(axis=1))
 
 
@@ -197,7 +204,7 @@ def batch_mean_bound(options: Sequence[tuple[npt.ArrayLike, npt.ArrayLike, float
     if not options:
         raise ValueError("a bound on a mean needs at least one request")
     known = [(np.asarray(c, float), np.asarray(io, float), s) for c, io, s in options]
-    costs = np.sort([priced(*each) for each in known], axis=0).cumsum(axis=0)
+    costs = np.sort([priced(*each, _PRICES) for each in known], axis=0).cumsum(axis=0)
     # The k-th to be done is at least as late as k of the requests would be alone.
     alone = np.sort([np.maximum(c, io).min() + s for c, io, s in known])
     return float(np.maximum(costs.max(axis=1), alone).mean())

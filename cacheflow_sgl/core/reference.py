@@ -6,7 +6,7 @@ requests are there at once; there is one compute lane and one link.
 The optimum. A set of orders served by several lanes at once has a best schedule in which every lane
 serves them in the same order (Ahmadi, Bagchi and Roemer, Naval Research Logistics 52, 2005): take
 any schedule, sort each lane by the times at which the orders are complete, and none ends later.
-Suffixes run one at a time, so the order of first tokens is also the order in which prefixes are
+Suffixes run one at a time and uninterrupted, so the order of first tokens is also the order in which prefixes are
 needed, and that argument holds here. In an order 1, 2, ... with splits (c, l) and suffixes s, and a
 compute lane that turns to later prefixes while an earlier one waits for its loads, the first token
 of k comes at
@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheflow_sgl.core.batch import Batch, BatchPolicyName, Candidate, batch
-from cacheflow_sgl.core.bounds import PRICES, priced
+from cacheflow_sgl.core.bounds import priced
 
 _Array = npt.NDArray[np.float64]
+_PRICES = np.linspace(0.0, 1.0, 9)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +69,8 @@ class Curve:
 
     @cached_property
     def priced(self) -> _Array:
-        """(prices,) least cost over all splits at each of `bounds.PRICES`."""
-        return priced(self.compute_s, self.load_s, self.suffix_s)
+        """(prices,) least cost over all splits at each of `_PRICES`."""
+        return priced(self.compute_s, self.load_s, self.suffix_s, _PRICES)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _total(ends: _States) -> float:
     return float(ends.total[0])
 
 
-_ROUGH_BEAM = 64
+_ROUGH_BEAM = 16
 _BLOCK = 256
 
 
@@ -237,7 +238,7 @@ def _rest_bound(curves: Sequence[Curve], subset: int, states: _States) -> _Array
     if not rest:
         return np.zeros(len(states.work))
     least = np.sort([curve.priced for curve in rest], axis=0).cumsum(axis=0)
-    ready = np.outer(states.work, PRICES) + np.outer(states.link, 1 - PRICES)
+    ready = np.outer(states.work, _PRICES) + np.outer(states.link, 1 - _PRICES)
     suffixes = np.cumsum(sorted(curve.suffix_s for curve in rest))
     total = np.zeros(len(states.work))
     for done, suffix_s in zip(least, suffixes, strict=True):
@@ -252,22 +253,24 @@ class _Run:
         self.curve = curve
         self.low, self.high = 0, curve.cells
         self.computing_until = self.loading_until = math.inf
-        """When its cell or suffix that is on a lane is done; infinite while there is none."""
+        """When either lane is through with its last claim here; infinite where it is elsewhere."""
         self.suffix_begun = False
         self.candidate = Candidate(
             str(order), order, arrived_s, 0.0, 0.0, curve.suffix_s, 0.0, 0, True, True
         )
 
-    def compute(self, now: float) -> None:
-        """Begin its next cell or its suffix."""
+    def compute(self, now: float) -> float:
+        """Begin its next cell or its suffix; when that is done."""
         self.computing_until = now + self._step_s
         self.suffix_begun = self.low == self.high
         self.low = min(self.low + 1, self.high)
+        return self.computing_until
 
-    def load(self, now: float) -> None:
-        """Begin to load its last cell."""
+    def load(self, now: float) -> float:
+        """Begin to load its last cell; when that is done."""
         self.loading_until = now + self._load_s(self.high - 1)
         self.high -= 1
+        return self.loading_until
 
     def seen(self, now: float) -> Candidate:
         """What a policy sees of it: a lane takes no cell that the other would be done with first.
@@ -275,21 +278,21 @@ class _Run:
         Claims of the engine become smaller near the meeting to the same end.
         """
         low, high, seen = self.low, self.high, self.candidate
-        loading = self.loading_until < math.inf
         left = low < high
         seen.compute_s = float(self.curve.compute_s[high] - self.curve.compute_s[low])
         seen.load_s = self._load_s(low)
         seen.step_s = self._step_s
-        loads_done = self.loading_until + seen.load_s if loading else math.inf
+        loads_done = max(self.loading_until, now) + seen.load_s
         if left:
             load_s = self._load_s(high - 1)
             saved_s = float(self.curve.compute_s[high] - self.curve.compute_s[high - 1])
             seen.saving = saved_s / load_s if load_s else math.inf
-            seen.can_load = now + load_s <= self.computing_until + seen.compute_s
+            seen.can_load = now + load_s <= max(self.computing_until, now) + seen.compute_s
             seen.can_compute = now + seen.step_s <= loads_done
         else:
             seen.can_load = False
-            seen.can_compute = not loading and not self.suffix_begun
+            landed = self.loading_until <= now or self.loading_until == math.inf
+            seen.can_compute = landed and not self.suffix_begun
         seen.wait_s = math.inf if seen.can_compute else loads_done - now
         return seen
 
@@ -323,35 +326,37 @@ def executed(
     coming = deque(runs)
     computing: _Run | None = None
     loading: _Run | None = None
-    now = 0.0
+    compute_free_s = link_free_s = now = 0.0
     while coming or len(waiting):
         while coming and coming[0].candidate.arrived_s <= now:
             waiting.add(coming.popleft().seen(now))
-        for run in (computing, loading):
-            if run is not None:
-                waiting.update(run.seen(now))
-        if computing is None and (chosen := waiting.next_compute()) is not None:
-            computing = runs[chosen.order]
-            computing.compute(now)
-            waiting.update(computing.seen(now))
-        if loading is None and (chosen := waiting.next_load(0)) is not None:
-            loading = runs[chosen.order]
-            loading.load(now)
-            waiting.update(loading.seen(now))
-        now = min(
-            computing.computing_until if computing else math.inf,
-            loading.loading_until if loading else math.inf,
-            coming[0].candidate.arrived_s if coming else math.inf,
-        )
-        if loading and loading.loading_until <= now:
-            loading.loading_until = math.inf
-            waiting.update(loading.seen(now))
-            loading = None
-        if computing and computing.computing_until <= now:
-            computing.computing_until = math.inf
-            waiting.update(computing.seen(now))
-            if computing.suffix_begun:
-                waiting.remove(computing.candidate.rid)
-                first_tokens[computing.candidate.order] = now - computing.candidate.arrived_s
+        if computing and computing.suffix_begun and compute_free_s <= now:
+            first_tokens[computing.candidate.order] = (
+                computing.computing_until - computing.candidate.arrived_s
+            )
+            waiting.remove(computing.candidate.rid)
+            loading = None if loading is computing else loading
             computing = None
+        _update(waiting, now, computing, loading)
+        if link_free_s <= now and (chosen := waiting.next_load(0)) is not None:
+            last, loading = loading, runs[chosen.order]
+            if last is not None:
+                last.loading_until = math.inf
+            link_free_s = loading.load(now)
+            _update(waiting, now, last, loading)
+        if compute_free_s <= now and (chosen := waiting.next_compute()) is not None:
+            last, computing = computing, runs[chosen.order]
+            if last is not None:
+                last.computing_until = math.inf
+            compute_free_s = computing.compute(now)
+            _update(waiting, now, last, computing)
+        arrival_s = coming[0].candidate.arrived_s if coming else math.inf
+        later = (each for each in (compute_free_s, link_free_s, arrival_s) if each > now)
+        now = min(later, default=now)
     return first_tokens
+
+
+def _update(waiting: Batch, now: float, *runs: _Run | None) -> None:
+    for run in runs:
+        if run is not None:
+            waiting.update(run.seen(now))

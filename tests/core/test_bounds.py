@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 
-from cacheflow_sgl.core.bounds import MeetingPoint, harmonic_bound, meeting_point_bound
+from cacheflow_sgl.core.bounds import (
+    MeetingPoint,
+    StageTimes,
+    batch_makespan_bound,
+    batch_mean_bound,
+    harmonic_bound,
+    meeting_point_bound,
+    stages_bound,
+)
 
 times = st.floats(0, 10)
 chunks = st.lists(st.tuples(st.integers(1, 600), times), min_size=1, max_size=12)
@@ -108,3 +117,85 @@ def test_impossible_measurements_are_refused(
         meeting_point_bound(chunk_seconds, per_token_s, load_latency_s=latency_s)
     with pytest.raises(ValueError, match="negative"):
         harmonic_bound(-1.0, 1.0)
+
+
+def test_the_slowest_stage_counts() -> None:
+    quick = StageTimes([(512, 0.1)] * 4, 0.1 / 512)
+    slow = StageTimes([(512, 0.1)] * 4, 0.3 / 512, load_latency_s=0.05)
+    alone = [
+        meeting_point_bound(
+            stage.chunk_seconds,
+            stage.load_seconds_per_token,
+            load_latency_s=stage.load_latency_s,
+        ).seconds
+        for stage in (quick, slow)
+    ]
+    assert alone[0] < alone[1]
+    assert stages_bound([quick, slow, quick]) == alone[1]
+    assert stages_bound([]) == 0.0
+
+
+cells = st.lists(
+    st.tuples(st.floats(0, 10), st.floats(0, 10) | st.just(np.inf), st.integers(0, 2)), max_size=12
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cells, st.floats(0, 5))
+def test_the_makespan_bound_is_the_linear_programme(
+    rows: list[tuple[float, float, int]], suffix_s: float
+) -> None:
+    compute, load, tier = (np.array([row[i] for row in rows], float) for i in range(3))
+    there = np.isfinite(load)
+    # Variables: T, and the computed share of every cell. Each lane has to be done by T.
+    limits = [[-1.0, *compute]]
+    due = [-suffix_s]
+    for each in range(3):
+        loaded = np.where(there & (tier == each), load, 0.0)
+        limits.append([-1.0, *-loaded])
+        due.append(-loaded.sum())
+    shares = [(0.0 if ok else 1.0, 1.0) for ok in there]
+    best = linprog([1.0] + [0.0] * len(rows), limits, due, bounds=[(0, None), *shares])
+    assert batch_makespan_bound(compute, load, tier, suffix_s) == pytest.approx(
+        best.fun, abs=1e-6, rel=1e-6
+    )
+
+
+def test_the_makespan_bound_by_hand() -> None:
+    # Compute leaves the dear cells to the link: 1 + 1 computed, 2 loaded.
+    assert batch_makespan_bound([1, 1, 5, 5], [1, 1, 1, 1], [0] * 4) == pytest.approx(2.0)
+    # What no tier has is computed.
+    assert batch_makespan_bound([3, 1], [np.inf, 1], [0, 0]) == pytest.approx(3.0)
+    assert batch_makespan_bound([], [], [], 2.0) == pytest.approx(2.0)
+
+
+def test_a_second_link_halves_what_loads_take() -> None:
+    one = batch_makespan_bound([100] * 8, [1] * 8, [0] * 8)
+    two = batch_makespan_bound([100] * 8, [1] * 8, [0, 1] * 4)
+    assert two == pytest.approx(one / 2, rel=0.02)
+
+
+def test_the_mean_bound_by_hand() -> None:
+    # Computed or loaded in any shares: 1 s alone, and each further one 1 s later.
+    even = (np.linspace(0, 2, 101), np.linspace(2, 0, 101), 0.0)
+    assert batch_mean_bound([even] * 3) == pytest.approx((1 + 2 + 3) / 3)
+    # Alone it takes max(1, 1) + 4; compute does 1 + 4, too.
+    assert batch_mean_bound([([0, 1, 2], [2, 1, 0], 4.0)]) == pytest.approx(5.0)
+    # Suffixes can't overlap: whatever is loaded, compute needs 3 s for each.
+    assert batch_mean_bound([([0, 1], [0, 0], 3.0)] * 2) == pytest.approx((3 + 6) / 2)
+
+
+def test_the_mean_bound_is_no_less_than_the_lone_times() -> None:
+    # The prices alone would say 1.5: half of either lane. No split is that good.
+    assert batch_mean_bound([([0.0, 3.0], [3.0, 0.0], 0.0)]) == pytest.approx(3.0)
+
+
+def test_impossible_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="one compute, load and tier each"):
+        batch_makespan_bound([1, 2], [1], [0, 0])
+    with pytest.raises(ValueError, match="negative"):
+        batch_makespan_bound([-1], [1], [0])
+    with pytest.raises(ValueError, match="negative"):
+        batch_makespan_bound([1], [1], [0], -1.0)
+    with pytest.raises(ValueError, match="at least one request"):
+        batch_mean_bound([])
