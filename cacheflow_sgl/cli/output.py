@@ -32,5 +32,6 @@ def write_json(path: Path | None, content: Any) -> None:
 
 def fail(message: str, status: int = 2) -> NoReturn:
     """End the command with one line on stderr."""
-    error_console.print(f"cacheflow: {message}", style="red", highlight=False, soft_wrap=True)
+    line = f"cacheflow: {message}"
+    error_console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(status)

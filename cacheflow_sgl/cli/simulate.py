@@ -129,20 +129,21 @@ def simulate(
     Exit code: 0 fine, 2 could not start or go on, 130 interrupted. What was
     simulated is reported in any case.
 
-    Example: a production trace over two links.
+    Example: a recorded trace, and the distribution of TTFT.
 
-        cacheflow simulate --profile h100-qwen3-8b --trace conversation_trace.jsonl
-        --bandwidth-gbps 10,40 --json out.json --plot out.png
+        cacheflow simulate --profile h100-qwen3-8b --trace t.jsonl --plot t.png
 
-    Example: three lengths of evicted prefixes, alone and 4 at once.
+    Example: prefixes of three lengths over 10 Gbps.
 
         cacheflow simulate --profile a100-qwen3-8b --prefix-tokens 2048,8192,32768
-        --batch 1,4 --bandwidth-gbps 10
 
-    Example: the picture of one restore.
+    Example: one prefix and 4 at once, from the profile's disk and its network.
 
-        cacheflow simulate --profile a100-qwen3-8b --policy cacheflow
-        --timeline restore.json
+        cacheflow simulate --profile a100-qwen3-8b --batch 1,4 --tier disk,remote
+
+    Example: the picture of a restore, for ui.perfetto.dev.
+
+        cacheflow simulate --profile h100-qwen3-8b --policy cake --timeline t.json
     """
     try:
         if trace is None:

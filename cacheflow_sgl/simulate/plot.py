@@ -101,6 +101,7 @@ def _draw_distributions(axes: Any, rows: Sequence[Row]) -> None:
         shares = [(at + 1) / len(times) for at in picked]
         axes.step([times[at] for at in picked], shares, where="post", **_style(row, marker=False))
     axes.set(xscale="log", xlabel="time to first token, s", ylim=(0, 1))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
 
 

@@ -153,19 +153,19 @@ def _in_processes(
 ) -> Generator[tuple[int, Result], None, None]:
     context = get_context("spawn")
     served, stop = context.Value("q", 0), context.Event()
-    with ProcessPoolExecutor(processes, context, _begin, (served, stop)) as pool:
+    pool = ProcessPoolExecutor(processes, context, _begin, (served, stop))
+    try:
         waiting = {pool.submit(_work, run): index for index, run in enumerate(runs)}
-        try:
-            while waiting:
-                done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-                progress(served.value)
-                for future in done:
-                    yield waiting.pop(future), future.result()
-        except BrokenProcessPool:
-            raise SimulationError("a process of the simulation died; is memory short?") from None
-        finally:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            done, _ = wait(waiting, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            progress(served.value)
+            for future in done:
+                yield waiting.pop(future), future.result()
+    except BrokenProcessPool:
+        raise SimulationError("a process of the simulation died; is memory short?") from None
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
 # -- in a process of the pool
