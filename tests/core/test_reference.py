@@ -182,7 +182,7 @@ def test_cacheflow_is_near_the_optimum() -> None:
     regrets: dict[str, list[float]] = {name: [] for name in BatchPolicyName}
     for number in range(200):
         batch_of = random_batch(rng, int(rng.integers(2, 7)))
-        best = optimum(batch_of, beam=30)
+        best = optimum(batch_of, beam=16)
         for name, seen in regrets.items():
             if name == "cacheflow" or number < 50:
                 seen.append(np.mean(executed(batch_of, batch(name))) / best.mean_s - 1)
