@@ -7,11 +7,17 @@ layer by layer while the suffix goes through the layers behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cacheflow_sgl.core.plans import MARGIN
 
+_ERRORS = ((1.0, 1.0), (1.0, 2.0), (1.25, 0.8))
+"""Factors by which predicted times of compute and of loads may be wrong: not at all; a link that
+halves; a GPU that is slower and a link that is faster than believed."""
+_BEARABLE = 0.03
+_CUTS = 16
+"""Cuts of a chunk that are looked at, beside none."""
 _LATENCIES_PER_LOAD = 4
 """A load takes at least this many latencies, so that latency never dominates the link."""
 
@@ -24,6 +30,8 @@ class NextChunk:
     """Of a forward of this chunk through that many layers."""
     ceiling: int
     """Layers of this chunk that compute may take; loads have claimed the others."""
+    compute_left_s: float
+    """To compute all that is left of the prefix, this chunk included."""
     load_layer_s: float
     """To load one layer of this chunk."""
     loads_s: float
@@ -36,40 +44,53 @@ class NextChunk:
 
 
 def compute_layers(chunk: NextChunk) -> int:
-    """Layers of the next chunk to compute; 0 where loading all that is left is as fast.
+    """Layers of the next chunk to compute; 0 where loading all that is left is as good.
 
-    All that are free, as long as the loads need longer for the rest than compute for these. Near
-    the meeting as many as let both lanes end together, with the suffix behind them; none where that
-    is predicted to save less than `MARGIN`, for loads in the order of the layers start the suffix
-    sooner, and leave the GPU free.
+    All that are free, as long as the loads are sure to need longer for the rest. Near the meeting
+    the cut at which chunk and suffix are predicted to end first, of those that no error in
+    `_ERRORS` makes worse than computing or loading all that is left would be; where there is none,
+    the one that is least worse. None where that is predicted to save less than `MARGIN`, for loads
+    in the order of the layers leave the GPU free.
     """
+    ceiling = chunk.ceiling
+    if all(_sure(chunk, *error) for error in _ERRORS):
+        return ceiling
+    cuts = sorted({round(ceiling * part / _CUTS) for part in range(_CUTS + 1)})
+    ends = [_Ends(cuts, chunk, *error) for error in _ERRORS]
+    worst = [max(end.regrets[at] for end in ends) for at in range(len(cuts))]
+    expected_s = ends[0].finish_s
+    bearable = [at for at, regret in enumerate(worst) if regret <= 1 + _BEARABLE]
+    if not bearable:
+        return cuts[min(range(len(cuts)), key=worst.__getitem__)]
+    best = min(bearable, key=expected_s.__getitem__)
+    if bearable[0] == 0 and expected_s[best] > (1 - MARGIN) * expected_s[0]:
+        return 0
+    return cuts[best]
 
-    def compute_s(layers: int) -> float:
-        return chunk.compute_s(layers) if layers else 0.0
 
-    def loads_s(layers: int) -> float:
-        return chunk.loads_s - layers * chunk.load_layer_s
+def _sure(chunk: NextChunk, compute: float, link: float) -> bool:
+    """Whether the loads outlast the whole chunk and the suffix, times wrong by these factors."""
+    left_s = link * (chunk.loads_s - chunk.ceiling * chunk.load_layer_s)
+    return compute * (chunk.compute_s(chunk.ceiling) + chunk.suffix_s) <= left_s
 
-    def finish_s(layers: int) -> float:
-        # Loads that go layer by layer hold the suffix at its first layer, or at its last.
-        left_s, share = loads_s(layers), 1 / chunk.layers
-        start_s = max(compute_s(layers), left_s * share)
-        return max(start_s + chunk.suffix_s, left_s + chunk.suffix_s * share)
 
-    def in_time(layers: int) -> bool:
-        return compute_s(layers) <= loads_s(layers) - chunk.suffix_s
+class _Ends:
+    """When chunk and suffix end for each cut, if predictions are wrong by these factors."""
 
-    if in_time(chunk.ceiling):
-        return chunk.ceiling
-    early, late = 0, chunk.ceiling
-    while late - early > 1:
-        middle = (early + late) // 2
-        if in_time(middle):
-            early = middle
-        else:
-            late = middle
-    best = min((early, late), key=finish_s)
-    return 0 if finish_s(best) > (1 - MARGIN) * finish_s(0) else best
+    def __init__(
+        self, cuts: Sequence[int], chunk: NextChunk, compute: float, link: float
+    ) -> None:
+        suffix_s, share = compute * chunk.suffix_s, 1 / chunk.layers
+        self.finish_s = []
+        for cut in cuts:
+            # Loads that go layer by layer hold the suffix at its first layer, or at its last.
+            loads_s = link * (chunk.loads_s - cut * chunk.load_layer_s)
+            computed_s = compute * chunk.compute_s(cut) if cut else 0.0
+            start_s = max(computed_s, loads_s * share)
+            self.finish_s.append(max(start_s + suffix_s, loads_s + suffix_s * share))
+        single_s = min(self.finish_s[0], compute * chunk.compute_left_s + suffix_s)
+        self.regrets = [seconds / single_s if single_s else 1.0 for seconds in self.finish_s]
+        """Over the better of loading and computing all that is left."""
 
 
 def load_layers(*, layer_s: float, latency_s: float, step_s: float, gap_s: float) -> int:

@@ -126,6 +126,7 @@ class _StaircaseRestore:
             cell_plans.NextChunk(
                 compute_s=partial(plot.forward_s, span),
                 ceiling=ceiling,
+                compute_left_s=self._compute_left_s,
                 load_layer_s=plot.layer_s(chunk),
                 loads_s=max(waits_s[tier] + left_s for tier, left_s in self._left_s.items()),
                 suffix_s=self._suffix_s if chunk > self._last_hole else 0.0,
@@ -227,8 +228,9 @@ class _StaircaseRestore:
         )
         if not step_left_s or chunk in self._begun:
             return layers
-        # A load that compute would have overtaken before it landed only keeps the suffix waiting.
-        in_time = int((step_left_s + self._compute_left_s - latency_s) / layer_s)
+        # A load that compute would have overtaken before it landed only keeps the suffix waiting;
+        # it must be in time even if the link is only half as fast.
+        in_time = int(((step_left_s + self._compute_left_s) / 2 - latency_s) / layer_s)
         return min(layers, in_time)
 
     def _count_load(self, claim: LoadCells) -> None:
