@@ -6,10 +6,10 @@ requests are there at once; there is one compute lane and one link.
 The optimum. A set of orders served by several lanes at once has a best schedule in which every lane
 serves them in the same order (Ahmadi, Bagchi and Roemer, Naval Research Logistics 52, 2005): take
 any schedule, sort each lane by the times at which the orders are complete, and none ends later.
-Suffixes run one at a time and uninterrupted, so the order of first tokens is also the order in which prefixes are
-needed, and that argument holds here. In an order 1, 2, ... with splits (c, l) and suffixes s, and a
-compute lane that turns to later prefixes while an earlier one waits for its loads, the first token
-of k comes at
+Suffixes run one at a time and uninterrupted, so the order of first tokens is also the order in
+which prefixes are needed, and that argument holds here. In an order 1, 2, ... with splits (c, l)
+and suffixes s, and a compute lane that turns to later prefixes while an earlier one waits for its
+loads, the first token of k comes at
 
     max(W_k, F_k),  W_k = sum of c_i + s_i,  F_k = max(F_{k-1}, G_k) + s_k,  G_k = sum of l_i
 
@@ -293,7 +293,7 @@ class _Run:
             seen.can_load = False
             landed = self.loading_until <= now or self.loading_until == math.inf
             seen.can_compute = landed and not self.suffix_begun
-        seen.wait_s = math.inf if seen.can_compute else loads_done - now
+        seen.wait_s = math.inf if seen.can_compute or self.suffix_begun else loads_done - now
         return seen
 
     @property
@@ -318,6 +318,9 @@ def executed(
         curves: one for each request, in order of arrival.
         policy: who gets the lanes; a `Batch` must be empty.
         arrived_s: when each arrives, ascending; all at 0 by default.
+
+    Raises:
+        RuntimeError: the policy names nobody though requests wait and both lanes are idle.
     """
     waiting = policy if isinstance(policy, Batch) else batch(policy)
     arrivals = [0.0] * len(curves) if arrived_s is None else arrived_s
@@ -338,21 +341,26 @@ def executed(
             loading = None if loading is computing else loading
             computing = None
         _update(waiting, now, computing, loading)
-        if link_free_s <= now and (chosen := waiting.next_load(0)) is not None:
-            last, loading = loading, runs[chosen.order]
+        to_load = waiting.next_load(0) if link_free_s <= now else None
+        if to_load is not None:
+            last, loading = loading, runs[to_load.order]
             if last is not None:
                 last.loading_until = math.inf
             link_free_s = loading.load(now)
             _update(waiting, now, last, loading)
-        if compute_free_s <= now and (chosen := waiting.next_compute()) is not None:
-            last, computing = computing, runs[chosen.order]
+        to_compute = waiting.next_compute() if compute_free_s <= now else None
+        if to_compute is not None:
+            last, computing = computing, runs[to_compute.order]
             if last is not None:
                 last.computing_until = math.inf
             compute_free_s = computing.compute(now)
             _update(waiting, now, last, computing)
         arrival_s = coming[0].candidate.arrived_s if coming else math.inf
         later = (each for each in (compute_free_s, link_free_s, arrival_s) if each > now)
-        now = min(later, default=now)
+        then = min(later, default=None)
+        if then is None and len(waiting) and to_load is None and to_compute is None:
+            raise RuntimeError(f"the policy leaves {len(waiting)} requests with both lanes idle")
+        now = now if then is None else then
     return first_tokens
 
 

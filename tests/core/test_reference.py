@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheflow_sgl.core.batch import BatchPolicyName, batch
+from cacheflow_sgl.core.batch import Batch, BatchPolicyName, batch
 from cacheflow_sgl.core.bounds import batch_mean_bound
 from cacheflow_sgl.core.reference import Curve, executed, optimum
 
@@ -115,6 +115,15 @@ def test_the_executor_by_hand() -> None:
 def test_arrivals_are_waited_for() -> None:
     late = [even(2, 2.0, 2.0, 1.0)] * 2
     assert executed(late, "fifo", [0.0, 10.0]) == [2.0, 2.0]
+
+
+def test_a_policy_that_serves_nobody_is_told() -> None:
+    class Idle(Batch):
+        def next_compute(self) -> None:
+            return None
+
+    with pytest.raises(RuntimeError, match="leaves 1 requests"):
+        executed([even(2, 2.0, 2.0, 1.0)], Idle())
 
 
 def test_compute_waits_for_a_load_rather_than_begin_a_long_step() -> None:
