@@ -195,7 +195,7 @@ def _simulate(
     except SimulationError as error:
         problem = str(error), 2
     except KeyboardInterrupt:
-        problem = "interrupted; what was simulated is above", 130
+        problem = f"interrupted; {len(results)} of {len(runs)} rows were simulated", 130
     rows = rows_of([(runs[at], results[at]) for at in sorted(results)])
     if rows:
         print_rows(rows, console)

@@ -65,6 +65,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
     for axes, (title, panel) in zip(grid, panels.items(), strict=False):
         _draw_distributions(axes, panel) if axis is None else _draw_means(axes, panel, axis)
         axes.set_title(title, fontsize=9)
+        axes.tick_params(labelbottom=True)  # which sharing hides above the last line
     for axes in grid[::columns]:
         axes.set_ylabel("share of requests" if axis is None else "mean time to first token, s")
     for axes in grid[len(panels) :]:
