@@ -13,9 +13,9 @@ loads, the first token of k comes at
 
     max(W_k, F_k),  W_k = sum of c_i + s_i,  F_k = max(F_{k-1}, G_k) + s_k,  G_k = sum of l_i
 
-with i <= k (a request that loads nothing doesn't wait for G). `optimum` is a dynamic programme over
-subsets (Held and Karp 1962) with the states (W, F, G, sum of first tokens) that no other state of
-the subset dominates, less those whose bound shows that they can't win.
+with i <= k (where k loads nothing, G_k is G_{k-1} and not above F_{k-1}). `optimum` is a dynamic
+programme over subsets (Held and Karp 1962) with the states (W, F, G, sum of first tokens) that no
+other state of the subset dominates, less those whose bound shows that they can't win.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class _States:
         splits = np.arange(curve.cells + 1)
         work = self.work[:, None] + curve.compute_s + curve.suffix_s
         link = self.link[:, None] + curve.load_s
-        loaded = np.where(curve.load_s > 0, link, 0.0)
-        first = np.maximum(work, np.maximum(self.first[:, None], loaded) + curve.suffix_s)
+        first = np.maximum(work, np.maximum(self.first[:, None], link) + curve.suffix_s)
         step = np.empty((len(self.work), len(splits), 1, 2), np.int32)
         step[..., 0] = request
         step[:, :, 0, 1] = splits
@@ -181,7 +180,7 @@ def optimum(curves: Sequence[Curve], *, beam: int = 2000) -> Optimum:
     """
     if not curves:
         raise ValueError("an optimum needs at least one request")
-    rough, _ = _search(curves, np.inf, _ROUGH_BEAM)
+    rough, _ = _search(curves, np.inf, min(beam, _ROUGH_BEAM))
     assert rough is not None
     # What is found first makes the second search short: whatever can't beat it is left out.
     best, left_out = _search(curves, _total(rough), beam)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheflow_sgl.core import reference
 from cacheflow_sgl.core.batch import Batch, BatchPolicyName, batch
 from cacheflow_sgl.core.bounds import batch_mean_bound
 from cacheflow_sgl.core.reference import Curve, executed, optimum
@@ -77,12 +78,32 @@ def test_no_schedule_is_better_than_the_optimum(batch_of: list[Curve]) -> None:
     assert best.bound_s == best.mean_s
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.lists(curves(), min_size=2, max_size=5))
-def test_a_narrow_beam_says_how_far_it_may_be_off(batch_of: list[Curve]) -> None:
-    exact, narrow = optimum(batch_of, beam=100_000), optimum(batch_of, beam=1)
-    assert exact.bound_s == exact.mean_s
-    assert narrow.bound_s <= exact.mean_s + 1e-9 <= narrow.mean_s + 2e-9
+@pytest.mark.parametrize("block", [1, 256])
+def test_the_optimum_of_many_batches_of_three(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(reference, "_BLOCK", block)
+    rng = np.random.default_rng(block)
+    for _ in range(80):
+        batch_of = []
+        for _ in range(3):
+            compute, load = rng.integers(0, 7, 2), rng.integers(0, 7, 2)
+            compute_s = np.array([0.0, compute[0], compute.sum()])
+            load_s = np.array([load.sum(), load[1], 0.0])
+            batch_of.append(Curve(compute_s, load_s, float(rng.integers(1, 5))))
+        best = optimum(batch_of)
+        ways = product(permutations(range(3)), product(range(3), repeat=3))
+        assert best.mean_s == min(walk(batch_of, order, order, splits) for order, splits in ways)
+
+
+def test_a_narrow_beam_says_how_far_it_may_be_off() -> None:
+    rng = np.random.default_rng(4)
+    worse = 0
+    for _ in range(20):
+        batch_of = random_batch(rng, 4)
+        wide, narrow = optimum(batch_of), optimum(batch_of, beam=1)
+        assert narrow.bound_s <= wide.mean_s * (1 + 1e-9)
+        assert wide.mean_s <= narrow.mean_s * (1 + 1e-9)
+        worse += narrow.mean_s > wide.mean_s * (1 + 1e-6)
+    assert worse
 
 
 @settings(deadline=None, max_examples=40)
@@ -193,9 +214,9 @@ def test_cacheflow_is_near_the_optimum() -> None:
         batch_of = random_batch(rng, int(rng.integers(2, 7)))
         best = optimum(batch_of, beam=16)
         for name, seen in regrets.items():
-            if name == "cacheflow" or number < 50:
+            if name == "cacheflow" or number < 25:
                 seen.append(np.mean(executed(batch_of, batch(name))) / best.mean_s - 1)
-    print("\nregret to the optimum, mean TTFT:  mean     p95     worst")
+    print("\nregret of mean TTFT to the optimum (cacheflow: 200 batches, others 25): mean, p95, worst")
     for name, seen in regrets.items():
         print(f"{name:>34} {np.mean(seen):7.1%} {np.quantile(seen, 0.95):7.1%} {max(seen):7.1%}")
     assert np.mean(regrets["cacheflow"]) < 0.03
