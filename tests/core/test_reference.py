@@ -216,7 +216,7 @@ def test_cacheflow_is_near_the_optimum() -> None:
         for name, seen in regrets.items():
             if name == "cacheflow" or number < 25:
                 seen.append(np.mean(executed(batch_of, batch(name))) / best.mean_s - 1)
-    print("\nregret of mean TTFT to the optimum (cacheflow: 200 batches, others 25): mean, p95, worst")
+    print("\nregret of mean TTFT (cacheflow: 200 batches, others 25): mean, p95, worst")
     for name, seen in regrets.items():
         print(f"{name:>34} {np.mean(seen):7.1%} {np.quantile(seen, 0.95):7.1%} {max(seen):7.1%}")
     assert np.mean(regrets["cacheflow"]) < 0.03
