@@ -68,8 +68,8 @@ class Candidate:
     """A load claim is possible now."""
     step_s: float = 0.0
     """Predicted seconds of its next compute claim."""
-    wait_s: float = math.inf
-    """Predicted seconds until it can compute again, where it only waits for loads on their way."""
+    ready_s: float = math.inf
+    """When it is predicted to be able to compute again, where it only waits for its loads."""
 
     @property
     def joint_s(self) -> float:
@@ -151,8 +151,8 @@ class Batch:
         self._compute.drop(rid)
         self._leave_link(rid)
 
-    def next_compute(self) -> Candidate | None:
-        """Whose claim the compute lane should run next; it has begun from now on.
+    def next_compute(self, now_s: float) -> Candidate | None:
+        """Whose claim the compute lane should run next, at `now_s`; it has begun from now on.
 
         None where nobody can compute or the lane had better wait: ask again after an update.
         """
@@ -164,10 +164,6 @@ class Batch:
             self._begun[rid] = next(self._beginnings)
             self._file(candidate)
         return candidate
-
-    def outranks(self, rid: str, other: str) -> bool:
-        """Whether the compute lane serves `rid` before `other` when both can compute."""
-        return self._rank(self._candidates[rid]) < self._rank(self._candidates[other])
 
     def next_load(self, tier: int) -> Candidate | None:
         """Whose claim the link of `tier` should load next."""
@@ -311,19 +307,20 @@ class _CacheFlow(Batch):
         self._in_line.drop(rid)
         del self._key[rid]
 
-    def next_compute(self) -> Candidate | None:
+    def next_compute(self, now_s: float) -> Candidate | None:
         chosen, head = self._compute.first(), self._in_line.first()
         if chosen is None or head is None:
             return None
         if head == chosen:
-            return super().next_compute()
+            return super().next_compute(now_s)
         # What fills a wait has not begun: the head comes first again when its loads have landed.
         filler = self._candidates[chosen]
-        return None if self._candidates[head].wait_s < filler.step_s else filler
+        waits = self._candidates[head].ready_s < now_s + filler.step_s
+        return None if waits else filler
 
     def _file(self, candidate: Candidate) -> None:
         super()._file(candidate)
-        if candidate.can_compute or candidate.wait_s < math.inf:
+        if candidate.can_compute or candidate.ready_s < math.inf:
             self._in_line.put(candidate.rid, self._rank(candidate))
         else:
             self._in_line.drop(candidate.rid)

@@ -77,9 +77,7 @@ def _sure(chunk: NextChunk, compute: float, link: float) -> bool:
 class _Ends:
     """When chunk and suffix end for each cut, if predictions are wrong by these factors."""
 
-    def __init__(
-        self, cuts: Sequence[int], chunk: NextChunk, compute: float, link: float
-    ) -> None:
+    def __init__(self, cuts: Sequence[int], chunk: NextChunk, compute: float, link: float) -> None:
         suffix_s, share = compute * chunk.suffix_s, 1 / chunk.layers
         self.finish_s = []
         for cut in cuts:

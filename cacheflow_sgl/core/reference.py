@@ -292,7 +292,7 @@ class _Run:
             seen.can_load = False
             landed = self.loading_until <= now or self.loading_until == math.inf
             seen.can_compute = landed and not self.suffix_begun
-        seen.wait_s = math.inf if seen.can_compute or self.suffix_begun else loads_done - now
+        seen.ready_s = math.inf if seen.can_compute or self.suffix_begun else loads_done
         return seen
 
     @property
@@ -347,7 +347,7 @@ def executed(
                 last.loading_until = math.inf
             link_free_s = loading.load(now)
             _update(waiting, now, last, loading)
-        to_compute = waiting.next_compute() if compute_free_s <= now else None
+        to_compute = waiting.next_compute(now) if compute_free_s <= now else None
         if to_compute is not None:
             last, computing = computing, runs[to_compute.order]
             if last is not None:

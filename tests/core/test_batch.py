@@ -39,7 +39,7 @@ def filled(name: str, *candidates: Candidate) -> Batch:
 
 
 def computes(waiting: Batch) -> str | None:
-    chosen = waiting.next_compute()
+    chosen = waiting.next_compute(0.0)
     return chosen and chosen.rid
 
 
@@ -164,21 +164,21 @@ def test_cacheflow_makes_nobody_wait_for_ever() -> None:
 
 
 def test_cacheflow_keeps_the_lane_idle_for_a_short_wait() -> None:
-    head = candidate(0, suffix_s=0.0, can_compute=False, wait_s=0.2)
+    head = candidate(0, suffix_s=0.0, can_compute=False, ready_s=0.2)
     other = candidate(1, step_s=0.3)
     waiting = filled("cacheflow", head, other)
     assert computes(waiting) is None
-    head.wait_s = 0.4
+    head.ready_s = 0.4
     waiting.update(head)
     assert computes(waiting) == "1"
     # What fills the wait has not begun.
-    head.can_compute, head.wait_s = True, float("inf")
+    head.can_compute, head.ready_s = True, float("inf")
     waiting.update(head)
     assert computes(waiting) == "0"
 
 
 def test_cacheflow_does_not_wait_for_who_comes_later() -> None:
-    later = candidate(0, can_compute=False, wait_s=0.0, compute_s=9.0, load_s=9.0)
+    later = candidate(0, can_compute=False, ready_s=0.0, compute_s=9.0, load_s=9.0)
     waiting = filled("cacheflow", later, candidate(1, step_s=1.0))
     assert computes(waiting) == "1"
 
@@ -195,7 +195,7 @@ facts = st.fixed_dictionaries(
         "tier": st.integers(0, 1),
         "can_compute": st.booleans(),
         "can_load": st.booleans(),
-        "wait_s": st.sampled_from([0.5, 1.5, float("inf")]),
+        "ready_s": st.sampled_from([0.5, 1.5, float("inf")]),
         "step_s": st.sampled_from([0.0, 1.0, 2.0]),
     }
 )
@@ -241,14 +241,14 @@ def test_heaps_agree_with_a_look_at_all(name: str, todo: list[tuple[str, int, di
             able = sorted((each for each in known.values() if each.can_compute), key=place)
             expected = able[0] if able else None
             if name == "cacheflow" and expected:
-                near = [e for e in known.values() if e.can_compute or e.wait_s < float("inf")]
+                near = [e for e in known.values() if e.can_compute or e.ready_s < float("inf")]
                 head = min(near, key=place)
-                if head is not expected and head.wait_s < expected.step_s:
+                if head is not expected and head.ready_s < expected.step_s:
                     expected = None
                 begins = head is expected
             else:
                 begins = expected is not None
-            assert waiting.next_compute() is expected
+            assert waiting.next_compute(0.0) is expected
             if begins and expected and expected.order not in begun:
                 begun.append(expected.order)
         for tier in (0, 1):
@@ -263,7 +263,7 @@ def test_decision_times(name: str) -> None:
     times = []
     for round_ in range(5000):
         start = time.perf_counter()
-        for chosen in (waiting.next_compute(), waiting.next_load(0)):
+        for chosen in (waiting.next_compute(0.0), waiting.next_load(0)):
             if chosen is not None:
                 chosen.compute_s -= 1e-3
                 chosen.saving = 1.0 / (round_ + 1)

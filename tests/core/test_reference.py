@@ -140,7 +140,7 @@ def test_arrivals_are_waited_for() -> None:
 
 def test_a_policy_that_serves_nobody_is_told() -> None:
     class Idle(Batch):
-        def next_compute(self) -> None:
+        def next_compute(self, now_s: float) -> None:
             return None
 
     with pytest.raises(RuntimeError, match="leaves 1 requests"):

@@ -87,6 +87,10 @@ class Restore(Protocol):
         """Recompute seconds that the next load saves per second of link time."""
 
     @property
+    def step_s(self) -> float:
+        """Predicted seconds of the next forward."""
+
+    @property
     def complete(self) -> bool:
         """Every piece has ended and the prefix is on the device."""
 
@@ -108,11 +112,8 @@ class Restore(Protocol):
     def computed(self, chunk: int) -> bool:
         """Whether all layers of a chunk were computed here, so that the next stage can go on."""
 
-    def next_forward(self, waits_s: Sequence[float], free_s: float) -> Forward | None:
-        """Claim for the compute lane; None: not now.
-
-        Each link is free again in its `waits_s`; the lane is wanted by others in `free_s`.
-        """
+    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
+        """Claim for the compute lane; None: not now. Each link is free again in its `waits_s`."""
 
     def next_load(self, tier: int, step_left_s: float) -> Load | None:
         """Claim for a link; None: not now. The forward that runs ends in `step_left_s`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cacheflow_sgl.core.batch import Candidate, batch
 from cacheflow_sgl.core.geometry import Span
-from cacheflow_sgl.core.simulator.jobs import Job, Landing
+from cacheflow_sgl.core.simulator.jobs import Job, Landing, Progress
 from cacheflow_sgl.core.simulator.restores import Forward, Load
 from cacheflow_sgl.core.simulator.result import NOBODY, Lane, Piece
 
@@ -55,8 +55,6 @@ class Stage:
         self._jobs: dict[str, Job] = {}
         self._compute = _Busy(Lane())
         self._links = [_Busy(Lane()) for _ in self._world.links]
-        self._following: dict[str, Job] = {}
-        """Requests of which nothing is computed any more but the suffix, which hasn't begun."""
         self._owed_steps = 0
 
     def lanes(self) -> Iterator[tuple[str, Lane]]:
@@ -113,8 +111,8 @@ class Stage:
         suffix_now = progress.suffix_from_s <= self._simulation.now_s
         candidate.can_compute = suffix_now and job.next_suffix(self._index, 1) is not None
         candidate.can_load = False
-        if restore is not None and restore.closing and not progress.suffix_begun:
-            self._following[candidate.rid] = job
+        candidate.ready_s = self._ready_s(progress)
+        candidate.step_s = self._step_s(job)
         if restore is not None and not restore.complete and self._may_restore(job):
             candidate.compute_s = restore.compute_left_s
             candidate.load_s = restore.load_left_s
@@ -126,6 +124,29 @@ class Stage:
         elif restore is None or restore.complete:
             candidate.compute_s = candidate.load_s = 0.0
 
+    def _ready_s(self, progress: Progress) -> float:
+        """When a suffix is predicted to be able to follow its loads."""
+        restore = progress.restore
+        if restore is None or not restore.closing or progress.suffix_begun:
+            return math.inf
+        if progress.suffix_from_s < math.inf:
+            return progress.suffix_from_s
+        return self._now + restore.follows_in(self._link_waits_s())
+
+    def _step_s(self, job: Job) -> float:
+        """Predicted seconds of its next forward."""
+        progress = job.stages[self._index]
+        if progress.restore is not None and not progress.restore.closing:
+            return progress.restore.step_s
+        suffix = job.next_suffix(self._index, self._world.chunk)
+        if suffix is None:
+            return 0.0
+        compute = self._simulation.beliefs.compute
+        return compute.seconds(suffix.start, suffix.tokens, self._layers)
+
+    def _link_waits_s(self) -> list[float]:
+        return [link.left_s(self._now) for link in self._links]
+
     def _may_restore(self, job: Job) -> bool:
         return self._simulation.may_restore(job, self._index)
 
@@ -134,7 +155,7 @@ class Stage:
     def _start_compute(self) -> None:
         if self._owed_steps and self._decode():
             return
-        while (candidate := self._batch.next_compute()) is not None:
+        while (candidate := self._batch.next_compute(self._now)) is not None:
             job = self._jobs[candidate.rid]
             if self._start_forward(job):
                 return
@@ -147,8 +168,7 @@ class Stage:
         progress = job.stages[self._index]
         restore = progress.restore
         if restore is not None and not restore.closing and self._may_restore(job):
-            waits_s = [link.left_s(self._now) for link in self._links]
-            forward = restore.next_forward(waits_s, self._free_for(progress.candidate.rid))
+            forward = restore.next_forward(self._link_waits_s())
             if forward is not None:
                 self._run(job, "prefix", forward)
                 return True
@@ -157,27 +177,9 @@ class Stage:
         if suffix is None or progress.suffix_from_s > self._now:
             return False
         progress.suffix_begun = True
-        self._following.pop(progress.candidate.rid, None)
         ended = partial(self._suffix_done, job, suffix)
         self._run(job, "suffix", Forward(suffix, self._layers, ended))
         return True
-
-    def _free_for(self, rid: str) -> float:
-        """Seconds until the lane is wanted by a suffix that goes first and follows its loads."""
-        wanted = (
-            self._follows_in(job)
-            for other, job in self._following.items()
-            if other != rid and self._batch.outranks(other, rid)
-        )
-        return min(wanted, default=math.inf)
-
-    def _follows_in(self, job: Job) -> float:
-        """Predicted seconds until the suffix of a request may follow its last loads."""
-        progress = job.stages[self._index]
-        if progress.suffix_from_s < math.inf:
-            return progress.suffix_from_s - self._now
-        assert progress.restore is not None
-        return progress.restore.follows_in([link.left_s(self._now) for link in self._links])
 
     def _run(self, job: Job, what: str, forward: Forward) -> None:
         span, layers = forward.span, forward.layers
@@ -301,7 +303,6 @@ class Stage:
 
     def _leave(self, job: Job) -> None:
         rid = job.stages[self._index].candidate.rid
-        self._following.pop(rid, None)
         if self._jobs.pop(rid, None) is not None:
             self._batch.remove(rid)
 

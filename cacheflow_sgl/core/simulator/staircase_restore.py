@@ -68,6 +68,11 @@ class _StaircaseRestore:
         return self._forward_s[chunk] / (self._plot.layer_s(chunk) * self._plot.layers)
 
     @property
+    def step_s(self) -> float:
+        chunk = self._claims.next_chunk
+        return 0.0 if chunk is None else self._forward_s[chunk]
+
+    @property
     def complete(self) -> bool:
         return self._claims.finished
 
@@ -101,7 +106,7 @@ class _StaircaseRestore:
 
     # -- the compute lane
 
-    def next_forward(self, waits_s: Sequence[float], free_s: float) -> Forward | None:
+    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
         chunk = self._claims.next_chunk
         if chunk is None:
             self._close()
@@ -113,8 +118,6 @@ class _StaircaseRestore:
         if not layers:
             if chunk > self._last_hole:
                 self._close()
-            return None
-        if self._plot.forward_s(self._plot.chunks[chunk], layers) > free_s:
             return None
         return self._forward(chunk, ceiling, layers)
 

@@ -77,6 +77,12 @@ class _TokenRestore:
         return self.compute_left_s / load_s if load_s else 0.0
 
     @property
+    def step_s(self) -> float:
+        rows = min(self._plot.chunks[0].tokens, self._pointers.gap)
+        start = self._pointers.position
+        return self._plot.forward_s(Span(start, start + rows), self._plot.layers) if rows else 0.0
+
+    @property
     def complete(self) -> bool:
         return self._pointers.finished and not self._forwards
 
@@ -100,7 +106,7 @@ class _TokenRestore:
     def computed(self, chunk: int) -> bool:
         return False
 
-    def next_forward(self, waits_s: Sequence[float], free_s: float) -> Forward | None:
+    def next_forward(self, waits_s: Sequence[float]) -> Forward | None:
         pointers = self._pointers
         tokens = self._planner.compute_claim(
             self._policy,
