@@ -46,8 +46,10 @@ class Setup:
     boundary: Boundary = Boundary.EXACT
     layer_threshold: int = 0
     """L_delta of `V1`: shorter prefixes are restored by layers."""
+    max_queued: int = 256
+    """Most requests that restore or wait for compute; later ones wait until they may restore."""
     max_running: int = 256
-    """Most requests that are prefilled, restored or decoded at a time; the others wait."""
+    """Most requests that are prefilled or decoded; restores go on while others wait for a place."""
     decode_steps: int = 0
     """Decode steps after each prefill forward; SGLang's default is none."""
     record: bool = False

@@ -54,7 +54,8 @@ class Simulation:
         self._sequence = count()
         self._stages = [Stage(self, index) for index in range(setup.stages)]
         self._waiting: deque[Job] = deque()
-        self._admitted = 0
+        self._queued = 0
+        self._running: set[int] = set()
         self._followers: dict[int, list[Request]] = defaultdict(list)
         self._served: list[Served] = []
         for request in requests:
@@ -99,6 +100,12 @@ class Simulation:
         serial = self.setup.boundary is Boundary.OFF_SERIAL
         return not stage or not serial or job.stages[stage - 1].restore is None
 
+    def may_run(self, job: Job) -> bool:
+        """Whether a request may be prefilled: it has a place among those that run, or gets one."""
+        if len(self._running) < self.setup.max_running:
+            self._running.add(job.request.rid)
+        return job.request.rid in self._running
+
     def changed(self, job: Job, stage: int) -> None:
         """Something has ended for a request on a stage."""
         for each in self._stages[stage : stage + 2]:
@@ -118,12 +125,12 @@ class Simulation:
     def _arrive(self, request: Request) -> None:
         served = Served(request.rid, self.now_s, request.prompt_tokens, request.output_tokens)
         self._waiting.append(Job(request, served))
-        self._admit()
+        self._queue()
 
-    def _admit(self) -> None:
-        while self._waiting and self._admitted < self.setup.max_running:
+    def _queue(self) -> None:
+        while self._waiting and self._queued < self.setup.max_queued:
             job = self._waiting.popleft()
-            self._admitted += 1
+            self._queued += 1
             found = self._residency.find(job.request)
             job.served.device_tokens = found.device_tokens
             job.served.restored_s = self.now_s
@@ -133,16 +140,17 @@ class Simulation:
 
     def _first_token(self, job: Job) -> None:
         job.served.first_token_s = self.now_s
+        self._queued -= 1
         self._residency.prefilled(job.request)
         if job.request.output_tokens > 1 and len(self._stages) == 1:
             self.decodes.add(job)
         else:
             self._done(job)
+        self._queue()
 
     def _done(self, job: Job) -> None:
         job.served.done_s = self.now_s
         self._served.append(job.served)
-        self._admitted -= 1
+        self._running.discard(job.request.rid)
         for request in self._followers.pop(job.request.rid, ()):
             self.after(request.at_s, partial(self._arrive, request))
-        self._admit()

@@ -157,7 +157,7 @@ class Stage:
             return
         while (candidate := self._batch.next_compute(self._now)) is not None:
             job = self._jobs[candidate.rid]
-            if self._start_forward(job):
+            if not self._simulation.may_run(job) or self._start_forward(job):
                 return
             self._follow(job)
             self._look_at(job)
@@ -216,11 +216,12 @@ class Stage:
             self._compute,
             Piece(NOBODY, "decode", start_s, start_s + seconds, Span(0, 0), self._layers),
         )
-        self._simulation.after(seconds, partial(self._decoded, steps))
+        self._simulation.after(seconds, partial(self._decoded, steps, seconds))
         return True
 
-    def _decoded(self, steps: int) -> None:
+    def _decoded(self, steps: int, seconds: float) -> None:
         self._compute.pieces -= 1
+        self._batch.note_decode(self._now, seconds)
         self._simulation.decoded(steps)
 
     # -- the links
