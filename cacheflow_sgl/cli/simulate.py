@@ -30,6 +30,7 @@ from cacheflow_sgl.simulate.timeline import timeline as timeline_of
 from cacheflow_sgl.simulate.traces import BYTES_PER_TOKEN, Arrival, holds_text, requests_of
 from cacheflow_sgl.simulate.workload import Trace, Workload, prompts
 
+from . import simulate_reports as reports
 from .input import interruptible, numbers
 from .output import JsonOption, console, error_console, fail, write_json
 from .replay import check_outputs, warn_skipped
@@ -105,6 +106,19 @@ def simulate(
             "off: what the stage before computes; off_serial: as off, one stage after the other."
         ),
     ] = "exact",
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Instead: the published figures beside simulated ones.")
+    ] = False,
+    never_worse: Annotated[
+        bool,
+        typer.Option(
+            "--never-worse",
+            help="Instead: a grid of cases, cacheflow against the better of recompute and load.",
+        ),
+    ] = False,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="Write the table of --paper.")
+    ] = None,
     json: JsonOption = None,
     plot: Annotated[
         Path | None,
@@ -126,8 +140,8 @@ def simulate(
     The figures are simulated ones, and as good as the profile: a modelled
     profile was never measured. The same command gives the same rows.
 
-    Exit code: 0 fine, 2 could not start or go on, 130 interrupted. What was
-    simulated is reported in any case.
+    Exit code: 0 fine, 1 --never-worse found a case that is, 2 could not start
+    or go on, 130 interrupted. What was simulated is reported in any case.
 
     Example: a recorded trace, and the distribution of TTFT.
 
@@ -144,8 +158,19 @@ def simulate(
     Example: the picture of a restore, for ui.perfetto.dev.
 
         cacheflow simulate --profile h100-qwen3-8b --policy cake --timeline t.json
+
+    Example: the published figures; and whether a split is ever the worse choice.
+
+        cacheflow simulate --paper --markdown paper.md
+        cacheflow simulate --never-worse --profile h100-qwen3-8b,l40s-llama-3.1-8b
     """
     try:
+        if paper or never_worse:
+            _refuse_others(context, paper=paper, never_worse=never_worse)
+            check_outputs(json, markdown, plot=None)
+            reports.paper(json, markdown) if paper else reports.never_worse(profile, json)
+            return
+        _refuse(context, ("markdown",), "goes only with --paper")
         if trace is None:
             _refuse(context, _FOR_TRACES, "goes only with --trace")
         else:
@@ -221,6 +246,17 @@ def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ValueError(f"--{name.replace('_', '-')} {why}")
+
+
+def _refuse_others(context: typer.Context, *, paper: bool, never_worse: bool) -> None:
+    """A report of its own takes few options."""
+    if paper and never_worse:
+        raise ValueError("--paper and --never-worse are two reports: ask for one")
+    option, wanted = ("paper", "markdown") if paper else ("never-worse", "profile")
+    takes = {option.replace("-", "_"), wanted, "json"}
+    _refuse(
+        context, [name for name in context.params if name not in takes], f"goes not with --{option}"
+    )
 
 
 def _profiles(names: str | None) -> dict[str, Profile]:

@@ -24,6 +24,11 @@ class Beliefs:
         return cls(world.compute, _expected(world.links))
 
     @classmethod
+    def fixed(cls, compute: TableCost, links: Sequence[Link]) -> Beliefs:
+        """These for good, right or wrong."""
+        return cls(compute, _expected(links))
+
+    @classmethod
     def learning(cls, prior: TableCost, links: Sequence[Link]) -> Beliefs:
         """These at the start, corrected by every forward and load."""
         return cls(CorrectedCost(prior), _expected(links), learns=True)

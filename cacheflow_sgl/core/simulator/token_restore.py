@@ -56,6 +56,8 @@ class _TokenRestore:
         )
         self._planner = Planner(chunk, PAGE, costs)
         self._way = self._planner.plan(policy, plot.span).way
+        if self._way is Way.LOAD and not all(present):
+            self._way = Way.SPLIT  # a hole can only be computed
         if self._way is Way.RECOMPUTE:
             self._pointers.stop_loading()
         self._forwards = 0
