@@ -104,6 +104,10 @@ class Simulation:
         """Whether a request may be prefilled: it has a place among those that run, or gets one."""
         if len(self._running) < self.setup.max_running:
             self._running.add(job.request.rid)
+        return self.runs(job)
+
+    def runs(self, job: Job) -> bool:
+        """Whether it has a place among those that run."""
         return job.request.rid in self._running
 
     def changed(self, job: Job, stage: int) -> None:
@@ -152,5 +156,7 @@ class Simulation:
         job.served.done_s = self.now_s
         self._served.append(job.served)
         self._running.discard(job.request.rid)
+        for stage in self._stages:
+            stage.place_free()
         for request in self._followers.pop(job.request.rid, ()):
             self.after(request.at_s, partial(self._arrive, request))

@@ -56,6 +56,8 @@ class Stage:
         self._compute = _Busy(Lane())
         self._links = [_Busy(Lane()) for _ in self._world.links]
         self._owed_steps = 0
+        self._refused: list[Job] = []
+        """Named when there was no place for them among those that run."""
 
     def lanes(self) -> Iterator[tuple[str, Lane]]:
         """Names and lanes."""
@@ -157,12 +159,30 @@ class Stage:
             return
         while (candidate := self._batch.next_compute(self._now)) is not None:
             job = self._jobs[candidate.rid]
-            if not self._simulation.may_run(job) or self._start_forward(job):
+            if not self._simulation.may_run(job):
+                if not any(map(self._simulation.runs, self._jobs.values())):
+                    return
+                self._refuse(job)
+                continue
+            if self._start_forward(job):
                 return
             self._follow(job)
             self._look_at(job)
             candidate.can_compute = False
             self._batch.update(candidate)
+
+    def _refuse(self, job: Job) -> None:
+        """Let those that run go on before it: without them no place becomes free for it."""
+        candidate = job.stages[self._index].candidate
+        candidate.can_compute, candidate.ready_s = False, math.inf
+        self._batch.update(candidate)
+        self._refused.append(job)
+
+    def place_free(self) -> None:
+        """A request that was refused may run now."""
+        refused, self._refused = self._refused, []
+        for job in refused:
+            self.refresh(job)
 
     def _start_forward(self, job: Job) -> bool:
         progress = job.stages[self._index]

@@ -35,11 +35,11 @@ class _StaircaseRestore:
         self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == MISSING), default=-1)
         self._forward_s = [plot.forward_s(chunk, plot.layers) for chunk in plot.chunks]
         self._suffix_s = plot.forward_s(plot.suffix, plot.layers) if plot.suffix.tokens else 0.0
-        self._left_s = {tier: 0.0 for tier in plot.tiers if tier != MISSING}
-        """Predicted seconds to load what is unclaimed, by tier."""
-        for chunk, tier in enumerate(plot.tiers):
+        self._left = {tier: 0 for tier in plot.tiers if tier != MISSING}
+        """What loads may still claim, by tier: tokens times layers, so that none is exactly 0."""
+        for chunk, tier in zip(plot.chunks, plot.tiers, strict=True):
             if tier != MISSING:
-                self._left_s[tier] += plot.layer_s(chunk) * plot.layers
+                self._left[tier] += chunk.tokens * plot.layers
         self._compute_left_s = sum(self._forward_s)
         self._begun: set[int] = set()
         """Chunks that compute has claimed: what is left of them can only be loaded."""
@@ -58,7 +58,7 @@ class _StaircaseRestore:
 
     @property
     def load_left_s(self) -> float:
-        return sum(self._left_s.values())
+        return sum(map(self._left_s, self._left))
 
     @property
     def saving(self) -> float:
@@ -131,7 +131,7 @@ class _StaircaseRestore:
                 ceiling=ceiling,
                 compute_left_s=self._compute_left_s,
                 load_layer_s=plot.layer_s(chunk),
-                loads_s=max(waits_s[tier] + left_s for tier, left_s in self._left_s.items()),
+                loads_s=max(waits_s[tier] + self._left_s(tier) for tier in self._left),
                 suffix_s=self._suffix_s if chunk > self._last_hole else 0.0,
                 layers=plot.layers,
             )
@@ -145,7 +145,7 @@ class _StaircaseRestore:
         self._compute_left_s -= self._forward_s[chunk] * ceiling / self._plot.layers
         tier = self._plot.tiers[chunk]
         if tier != MISSING:
-            self._left_s[tier] -= self._plot.layer_s(chunk) * claim.layers
+            self._left[tier] -= self._plot.chunks[chunk].tokens * claim.layers
         return Forward(self._plot.chunks[chunk], claim.layers, partial(self._forward_ended, claim))
 
     def _forward_ended(self, claim: ComputeCells) -> None:
@@ -161,8 +161,8 @@ class _StaircaseRestore:
             return self._inputs.get(chunk, False)
         if self._upstream is None or self._upstream.computed(chunk):
             return True
-        if self._upstream.closing:  # it loads that chunk, so its output will never come
-            self._close()
+        if self._upstream.closing and chunk > self._last_hole:
+            self._close()  # it loads that chunk, so its output will never come
         return False
 
     def _next_input(self) -> int | None:
@@ -212,7 +212,7 @@ class _StaircaseRestore:
 
     def _loads_win(self, step_left_s: float) -> bool:
         """Whether nothing would be computed even if the lane came here as soon as it is free."""
-        left_s = max(self._left_s.values()) - step_left_s
+        left_s = max(map(self._left_s, self._left)) - step_left_s
         chunk = self._claims.next_chunk
         if chunk is None or chunk <= self._last_hole or not self._claims.ceiling:
             return False
@@ -227,7 +227,7 @@ class _StaircaseRestore:
             layer_s=layer_s,
             latency_s=latency_s,
             step_s=self._forward_s[chunk],
-            gap_s=self._left_s[tier] if self._computing else math.inf,
+            gap_s=self._left_s(tier) if self._computing else math.inf,
         )
         if not step_left_s or chunk in self._begun:
             return layers
@@ -236,9 +236,15 @@ class _StaircaseRestore:
         in_time = int(((step_left_s + self._compute_left_s) / 2 - latency_s) / layer_s)
         return min(layers, in_time)
 
+    def _left_s(self, tier: int) -> float:
+        """Predicted seconds to load what is unclaimed of a tier, latency aside."""
+        plot = self._plot
+        nbytes = self._left[tier] * plot.bytes_per_token / plot.layers
+        return nbytes / plot.beliefs.links[tier].bytes_per_s
+
     def _count_load(self, claim: LoadCells) -> None:
         plot = self._plot
-        self._left_s[plot.tiers[claim.chunk]] -= plot.layer_s(claim.chunk) * claim.layers
+        self._left[plot.tiers[claim.chunk]] -= plot.chunks[claim.chunk].tokens * claim.layers
         if claim.chunk not in self._begun:
             self._compute_left_s -= self._forward_s[claim.chunk] * claim.layers / plot.layers
 
@@ -264,4 +270,3 @@ class _StaircaseRestore:
             self._count_load(claim)
             self._last.setdefault(self._plot.tiers[claim.chunk], []).append(claim)
         self._compute_left_s = 0.0
-        self._left_s = dict.fromkeys(self._left_s, 0.0)

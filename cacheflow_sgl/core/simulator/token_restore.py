@@ -47,6 +47,9 @@ class _TokenRestore:
         self._policy = policy
         chunk = plot.chunks[0].tokens
         present = [tier != MISSING for tier in plot.tiers for _ in range(chunk // PAGE)]
+        self._present = present
+        self._loadable = sum(present) * PAGE
+        """Unclaimed tokens that a tier has."""
         self._pointers = TwoPointers(segments_of(plot.span, present, PAGE), PAGE)
         self._tier = next(tier for tier in plot.tiers if tier != MISSING)
         costs = Costs(
@@ -71,7 +74,8 @@ class _TokenRestore:
 
     @property
     def load_left_s(self) -> float:
-        return self._planner.costs.load_s(self._pointers.gap)
+        stopped = self._pointers.loading_stopped
+        return 0.0 if stopped else self._planner.costs.load_s(self._loadable)
 
     @property
     def saving(self) -> float:
@@ -119,6 +123,8 @@ class _TokenRestore:
         claim = pointers.claim_compute(tokens)
         if claim is None:
             return None
+        first, last = ((at - self._plot.span.start) // PAGE for at in (claim.start, claim.stop))
+        self._loadable -= sum(self._present[first:last]) * PAGE
         self._forwards += 1
         return Forward(claim, self._plot.layers, self._forward_ended)
 
@@ -136,6 +142,7 @@ class _TokenRestore:
         if claim is None:
             return None
         self._in_flight += claim.tokens
+        self._loadable -= claim.tokens
         return Load(
             span=claim,
             first_layer=0,

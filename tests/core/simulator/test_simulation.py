@@ -1,0 +1,335 @@
+"""Whole simulations: what must hold in any world, and little ones counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheflow_sgl.core.batch import BatchPolicyName
+from cacheflow_sgl.core.bounds import batch_makespan_bound
+from cacheflow_sgl.core.profiles import Decode
+from cacheflow_sgl.core.simulator.beliefs import Beliefs
+from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request, together
+from cacheflow_sgl.core.simulator.result import NOBODY, Piece, Result
+from cacheflow_sgl.core.simulator.setup import Boundary, Engine, Setup
+from cacheflow_sgl.core.simulator.simulation import Simulation
+from cacheflow_sgl.core.simulator.world import Link, World
+from tests.core.simulator.worlds import (
+    CHUNK,
+    CHUNK_BYTES,
+    LAYERS,
+    Placed,
+    cost,
+    link,
+    placed,
+    world,
+)
+
+PAGE = 64
+EPSILON = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that one simulation is given."""
+
+    world: World
+    setup: Setup
+    requests: Sequence[Request]
+    residency: Placed
+    beliefs: tuple[float, float] | None = None
+    """Factors by which the seconds of forwards and loads are believed, until learned; None: no
+    error."""
+
+    def run(self) -> Result:
+        mine = self.world
+        beliefs = None
+        if self.beliefs:
+            compute, links = self.beliefs
+            wrong = [Link(each.latency_s, each.bytes_per_s / links) for each in mine.links]
+            beliefs = Beliefs.learning(cost(compute), wrong)
+        return Simulation(mine, self.setup, self.requests, self.residency, beliefs).run()
+
+
+# -- worlds of all kinds
+
+TOKENWISE = (Engine.CAKE, Engine.V1)
+IN_BATCHES = (
+    BatchPolicyName.CAKE,
+    BatchPolicyName.FIFO,
+    BatchPolicyName.LONGEST,
+    BatchPolicyName.CACHEFLOW,
+)
+ways = st.sampled_from(
+    [
+        (Engine.RECOMPUTE, BatchPolicyName.RECOMPUTE),
+        (Engine.LOAD, BatchPolicyName.LOAD),
+        *itertools.product([Engine.CAKE, Engine.V1, Engine.STAIRCASE], IN_BATCHES),
+        (Engine.STAIRCASE, BatchPolicyName.CACHEFLOW),
+        (Engine.STAIRCASE, BatchPolicyName.CACHEFLOW),
+    ]
+)
+chunk_seconds = st.sampled_from([0.05, 0.5, 1.0, 2.0, 9.0])
+worlds = st.builds(
+    lambda chunk_s, rise, base_s, links, boundary, decode: world(
+        cost(chunk_s, rise=rise, base_s=base_s),
+        *links,
+        boundary_bytes_per_token=boundary,
+        decode=decode,
+    ),
+    chunk_seconds,
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from([0.0, 0.05]),
+    st.lists(st.builds(link, chunk_seconds, st.sampled_from([0.0, 0.1])), min_size=1, max_size=2),
+    st.sampled_from([0, 1, 16]),
+    st.sampled_from(
+        [Decode(base_s=0.2, per_context_token_s=1e-4), Decode(base_s=1e-3, per_context_token_s=0.0)]
+    ),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    mine = draw(worlds)
+    engine, policy = draw(ways)
+    stages = 1 if engine in TOKENWISE else draw(st.sampled_from([1, 1, 2, 4]))
+    setup = Setup(
+        engine=engine,
+        policy=policy,
+        stages=stages,
+        boundary=draw(st.sampled_from(Boundary)),
+        layer_threshold=draw(st.sampled_from([0, 2 * CHUNK])),
+        max_queued=draw(st.sampled_from([1, 2, 256])),
+        max_running=draw(st.sampled_from([1, 2, 256])),
+        decode_steps=draw(st.integers(0, 2)),
+        record=True,
+    )
+    tier_count = 1 if engine in TOKENWISE else len(mine.links)
+    places = st.sampled_from([MISSING, *range(tier_count), *range(tier_count)])
+    requests, found = [], {}
+    for rid in range(draw(st.integers(1, 4))):
+        tiers = draw(st.lists(places, max_size=6))
+        while tiers and tiers[-1] == MISSING:
+            tiers.pop()
+        device = CHUNK * draw(st.integers(0, 2))
+        found[rid] = Found(device, tuple(tiers))
+        prompt = device + CHUNK * len(tiers) + draw(st.sampled_from([1, 40, CHUNK, 3 * CHUNK + 7]))
+        after = draw(st.none() | st.integers(0, rid - 1)) if rid else None
+        at_s = draw(st.sampled_from([0.0, 0.0, 0.3, 2.0, 7.5]))
+        output = draw(st.sampled_from([1, 1, 2, 9]))
+        requests.append(Request(rid, at_s, prompt, output, after=after))
+    beliefs = draw(st.none() | st.sampled_from([(10.0, 1.0), (0.1, 0.3), (1.0, 20.0)]))
+    return Case(mine, setup, requests, Placed(found), beliefs)
+
+
+# -- what must hold
+
+
+def pieces(result: Result, lane: str, rid: int, *what: str) -> list[Piece]:
+    """In order of their start."""
+    mine = [p for p in result.lanes[lane].pieces if p.rid == rid and p.what in what]
+    return sorted(mine, key=lambda piece: piece.start_s)
+
+
+def loads(result: Result, stage: int, rid: int, what: str = "load") -> list[Piece]:
+    lanes = [name for name in result.lanes if name.startswith(f"I/O {stage}.")]
+    return [piece for lane in lanes for piece in pieces(result, lane, rid, what)]
+
+
+def tier_bytes(case: Case, result: Result, stage: int, tier: int, rid: int) -> float:
+    """Bytes that a link has moved for a request, by the time that it took."""
+    mine = case.world.links[tier]
+    moved = pieces(result, f"I/O {stage}.{tier}", rid, "load")
+    return sum((p.stop_s - p.start_s - mine.latency_s) * mine.bytes_per_s for p in moved)
+
+
+def wanted(case: Case, rid: int) -> tuple[int, ...]:
+    """Tiers of the chunks that the engine brings back before the suffix."""
+    tiers = case.residency.found[rid].tiers
+    if case.setup.engine is Engine.RECOMPUTE:
+        return ()
+    if case.setup.engine is Engine.LOAD:
+        return tuple(itertools.takewhile(lambda tier: tier != MISSING, tiers))
+    return tiers
+
+
+def check_lanes(result: Result) -> None:
+    for lane in result.lanes.values():
+        ordered = sorted(lane.pieces, key=lambda piece: (piece.start_s, piece.stop_s))
+        for before, piece in itertools.pairwise(ordered):
+            assert before.stop_s <= piece.start_s + EPSILON, "a lane does one piece at a time"
+        assert lane.busy_s == pytest.approx(sum(p.stop_s - p.start_s for p in ordered))
+        assert all(piece.stop_s <= result.end_s + EPSILON for piece in ordered)
+
+
+def check_arrivals(case: Case, result: Result) -> None:
+    served = {each.rid: each for each in result.served}
+    for request in case.requests:
+        before = 0.0 if request.after is None else served[request.after].done_s
+        assert served[request.rid].arrived_s == pytest.approx(before + request.at_s)
+    for lane in result.lanes.values():
+        for piece in lane.pieces:
+            if piece.rid != NOBODY:
+                assert piece.start_s >= served[piece.rid].arrived_s - EPSILON
+
+
+def check_cells(case: Case, result: Result, rid: int) -> None:
+    """Every cell of the prefix is computed or loaded once, and after its inputs."""
+    layers = LAYERS // case.setup.stages
+    start = case.residency.found[rid].device_tokens
+    tiers = wanted(case, rid)
+    for stage in range(case.setup.stages):
+        computed: Counter[int] = Counter()
+        landing = loads(result, stage, rid)
+        for piece in pieces(result, f"compute {stage}", rid, "prefix"):
+            for page in range(start, piece.span.start, PAGE):
+                there = computed[page] + sum(
+                    load.layers
+                    for load in landing
+                    if load.span.start <= page < load.span.stop
+                    and load.stop_s <= piece.start_s + EPSILON
+                )
+                assert computed[page] >= piece.layers or there == layers, "an input is missing"
+            for page in range(piece.span.start, piece.span.stop, PAGE):
+                assert not computed[page], "computed twice"
+                computed[page] = piece.layers
+        for tier in range(len(case.world.links)):
+            pages = [
+                start + j * CHUNK + page
+                for j in range(len(tiers))
+                if tiers[j] == tier
+                for page in range(0, CHUNK, PAGE)
+            ]
+            rest = sum(layers - computed[page] for page in pages) * PAGE * 8
+            assert tier_bytes(case, result, stage, tier, rid) == pytest.approx(rest, abs=0.01)
+        for j, tier in enumerate(tiers):
+            at = start + j * CHUNK
+            if tier == MISSING:
+                assert computed[at] == computed[at + PAGE] == layers, "a hole is computed"
+            if case.setup.engine is Engine.LOAD:
+                assert not computed[at], "what can be loaded was computed"
+    total = sum(
+        tier_bytes(case, result, *where, rid)
+        for where in itertools.product(range(case.setup.stages), range(len(case.world.links)))
+    )
+    served = next(each for each in result.served if each.rid == rid)
+    assert served.loaded_bytes == pytest.approx(total, abs=0.01)
+
+
+def check_suffix(case: Case, result: Result, rid: int) -> None:
+    """In order, once, after all that it needs; the first token comes with its end."""
+    request = next(each for each in case.requests if each.rid == rid)
+    layers = LAYERS // case.setup.stages
+    start = case.residency.found[rid].device_tokens + CHUNK * len(wanted(case, rid))
+    before: dict[int, float] = {}
+    for stage in range(case.setup.stages):
+        suffix = pieces(result, f"compute {stage}", rid, "suffix")
+        edges = [start, *(piece.span.stop for piece in suffix)]
+        assert [piece.span.start for piece in suffix] == edges[:-1]
+        assert edges[-1] == request.prompt_tokens
+        assert all(piece.span.tokens <= CHUNK and piece.layers == layers for piece in suffix)
+        for piece in pieces(result, f"compute {stage}", rid, "prefix"):
+            assert piece.stop_s <= suffix[0].start_s + EPSILON
+        layer_s = (suffix[0].stop_s - suffix[0].start_s) / layers
+        for load in loads(result, stage, rid):
+            assert suffix[0].stop_s >= load.stop_s + layer_s - EPSILON, "a layer was not there"
+        for piece in suffix:
+            for token, stop_s in before.items():
+                if token < piece.span.stop:
+                    assert piece.start_s >= stop_s - EPSILON, "overtook the stage before"
+        before = {piece.span.start: piece.stop_s for piece in suffix}
+    served = next(each for each in result.served if each.rid == rid)
+    assert served.first_token_s == pytest.approx(max(before.values()))
+
+
+def check_stages(case: Case, result: Result, rid: int) -> None:
+    """What a later stage computes a prefix from is there."""
+    for stage in range(1, case.setup.stages):
+        mine = pieces(result, f"compute {stage}", rid, "prefix")
+        upstream = pieces(result, f"compute {stage - 1}", rid, "prefix")
+        if case.setup.boundary is Boundary.OFF_SERIAL:
+            done_s = max((p.stop_s for p in [*upstream, *loads(result, stage - 1, rid)]), default=0)
+            work = [*mine, *loads(result, stage, rid)]
+            assert all(piece.start_s >= done_s - EPSILON for piece in work)
+            continue
+        if case.setup.boundary is Boundary.OFF:
+            inputs = [p for p in upstream if p.layers == LAYERS // case.setup.stages]
+        elif case.world.boundary_bytes_per_token:
+            inputs = loads(result, stage, rid, "boundary")
+        else:
+            continue
+        for piece in mine:
+            stops = [each.stop_s for each in inputs if each.span == piece.span]
+            assert len(stops) == 1, "one input a chunk"
+            assert stops[0] <= piece.start_s + EPSILON
+
+
+def bound_s(case: Case) -> float:
+    """No server can have given all their first tokens sooner after the first has come."""
+    compute, load, tier, suffix_s = [], [], [], 0.0
+    layers = LAYERS // case.setup.stages
+    for request in case.requests:
+        found = case.residency.found[request.rid]
+        stop = found.device_tokens + CHUNK * len(found.tiers)
+        suffix_s += case.world.compute.span_s(stop, request.prompt_tokens, CHUNK, layers)
+        for j, place in enumerate(found.tiers):
+            at = found.device_tokens + j * CHUNK
+            compute.append(case.world.compute.seconds(at, CHUNK, layers))
+            rate = case.world.links[place].bytes_per_s
+            load.append(math.inf if place == MISSING else CHUNK_BYTES / case.setup.stages / rate)
+            tier.append(place)
+    return batch_makespan_bound(compute, load, tier, suffix_s)
+
+
+@pytest.mark.timeout(120)
+@settings(deadline=None, max_examples=100)
+@given(cases())
+def test_all_are_served_and_every_cell_comes_once_after_its_inputs(case: Case) -> None:
+    result = case.run()
+    assert [each.rid for each in result.served] == [each.rid for each in case.requests]
+    check_lanes(result)
+    check_arrivals(case, result)
+    for request in case.requests:
+        check_cells(case, result, request.rid)
+        check_suffix(case, result, request.rid)
+        check_stages(case, result, request.rid)
+    first = min(each.arrived_s for each in result.served)
+    last = max(each.first_token_s for each in result.served)
+    assert last - first >= bound_s(case) - EPSILON
+
+
+def all_served(case: Case) -> Result:
+    result = case.run()
+    assert [each.rid for each in result.served] == [each.rid for each in case.requests]
+    return result
+
+
+# -- who was once never served
+
+
+@pytest.mark.parametrize("engine", [Engine.V1, Engine.CAKE, Engine.STAIRCASE])
+def test_a_hole_before_a_load_that_is_fast_is_computed(engine: Engine) -> None:
+    fast = world(cost(), link(0.05))
+    case = Case(fast, Setup(engine, record=True), together([257]), placed((MISSING, 0)))
+    result = all_served(case)
+    check_cells(case, result, 0)
+    assert 1.0 <= result.mean_ttft_s <= 1.1  # the hole, then a suffix of one token
+
+
+def test_a_later_stage_waits_for_a_hole_that_the_stage_before_has_not_done() -> None:
+    fast, setup = world(cost(), link(0.05)), Setup(stages=2, boundary=Boundary.OFF)
+    all_served(Case(fast, setup, together([257]), placed((MISSING, 0))))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_those_that_run_go_on_while_others_wait_for_their_place(stages: int) -> None:
+    setup = Setup(stages=stages, policy=BatchPolicyName.FIFO, max_running=1)
+    mine = world(cost(), link(0.05))
+    all_served(Case(mine, setup, together([1, 257]), placed((), (MISSING, 0))))
