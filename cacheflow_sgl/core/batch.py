@@ -72,6 +72,8 @@ class Candidate:
     """A load claim is possible now."""
     step_s: float = 0.0
     """Predicted seconds of its next compute claim."""
+    step_load_s: float = 0.0
+    """Predicted seconds that its link would need for the tokens of that step; 0 for none."""
     ready_s: float = math.inf
     """When it is predicted to be able to compute again, where it only waits for its loads."""
 
@@ -286,7 +288,11 @@ class _Longest(Batch):
 
 
 class _Demand:
-    """Work that arrives for one lane: what waits now, and how many more will come meanwhile."""
+    """Work for one lane: what waits now, and how many more will come while it is done.
+
+    The latter is guessed from those that have come and gone. Those that wait are no sign of more: a
+    batch may be all there is.
+    """
 
     def __init__(self) -> None:
         self.waiting_s = 0.0
@@ -295,9 +301,9 @@ class _Demand:
         self._seconds = 0.0
         """Both as of `_at_s`, those of long ago hardly counted."""
 
-    def arrives(self, now_s: float, seconds: float) -> None:
-        """A request with so much work for the lane."""
-        self.takes(now_s, seconds)
+    def came(self, arrived_s: float, seconds: float) -> None:
+        """A request that came then had so much work for the lane."""
+        self.takes(arrived_s, seconds)
         self._arrivals += 1
 
     def takes(self, now_s: float, seconds: float) -> None:
@@ -347,13 +353,13 @@ class _CacheFlow(Batch):
         self._suffixes, self._loading = _Demand(), _Demand()
         self._weights: dict[str, tuple[float, float]] = {}
         """Seconds of suffix and of loads that each has in the two demands."""
+        self._brought: dict[str, tuple[float, float, float]] = {}
+        """When each came, and its seconds of suffix and of loads then."""
         self._to_load = 0
 
     def add(self, candidate: Candidate) -> None:
         self._key[candidate.rid] = candidate.arrived_s + PATIENCE * candidate.joint_s
-        self._suffixes.arrives(candidate.arrived_s, candidate.suffix_s)
-        if candidate.load_s > 0:
-            self._loading.arrives(candidate.arrived_s, candidate.load_s)
+        self._brought[candidate.rid] = candidate.arrived_s, candidate.suffix_s, candidate.load_s
         super().add(candidate)
 
     def remove(self, rid: str) -> None:
@@ -363,6 +369,10 @@ class _CacheFlow(Batch):
         del self._key[rid]
         self._weigh(rid, 0.0, 0.0)
         del self._weights[rid]
+        arrived_s, suffix_s, load_s = self._brought.pop(rid)
+        self._suffixes.came(arrived_s, suffix_s)
+        if load_s > 0:
+            self._loading.came(arrived_s, load_s)
 
     def next_compute(self, now_s: float) -> Candidate | None:
         chosen, head = self._compute.first(), self._in_line.first()
@@ -402,17 +412,17 @@ class _CacheFlow(Batch):
             self._ready.drop(candidate.rid)
 
     def _crowds_out(self, candidate: Candidate, others_ready: bool, now_s: float) -> bool:
-        """Whether computing a prefix costs others more than it saves.
+        """Whether computing the next step of a prefix costs others more than it saves.
 
-        Split, it takes C * W / (C + W) seconds of compute, which delays all who come behind it
-        there, and W * W / (C + W) seconds less of its link, by which it and all behind it on the
-        link come sooner. While no other is ready to compute, those who are there lose nothing.
+        The step delays all who come behind it on the compute lane, and spares its link as many
+        seconds as it would need for the same tokens, by which it and all behind it on the link come
+        sooner. While no other is ready to compute, those who are there lose nothing.
         """
-        if candidate.load_s <= 0:
+        if candidate.step_load_s <= 0:
             return False
         behind = others_ready * (len(self) - 1) + self._suffixes.more(now_s)
         behind_loads = self._to_load + self._loading.more(now_s)
-        return behind * candidate.compute_s > behind_loads * candidate.load_s
+        return behind * candidate.step_s > behind_loads * candidate.step_load_s
 
     def _compute_key(self, candidate: Candidate) -> Key:
         return (self._key[candidate.rid], candidate.order)

@@ -32,6 +32,8 @@ class NextChunk:
     """Layers of this chunk that compute may take; loads have claimed the others."""
     compute_left_s: float
     """To compute all that is left of the prefix, this chunk included."""
+    wait_s: float
+    """Until its links are free for the next load."""
     load_layer_s: float
     """To load one layer of this chunk."""
     loads_s: float
@@ -53,6 +55,8 @@ def compute_layers(chunk: NextChunk) -> int:
     in the order of the layers leave the GPU free.
     """
     ceiling = chunk.ceiling
+    if all(compute * chunk.compute_s(ceiling) <= link * chunk.wait_s for compute, link in _ERRORS):
+        return ceiling  # done before its loads could even begin
     if all(_sure(chunk, *error) for error in _ERRORS):
         return ceiling
     cuts = sorted({round(ceiling * part / _CUTS) for part in range(_CUTS + 1)})

@@ -281,6 +281,7 @@ class _Run:
         seen.compute_s = float(self.curve.compute_s[high] - self.curve.compute_s[low])
         seen.load_s = self._load_s(low)
         seen.step_s = self._step_s
+        seen.step_load_s = self._load_s(low) - self._load_s(low + 1) if left else 0.0
         loads_done = max(self.loading_until, now) + seen.load_s
         if left:
             load_s = self._load_s(high - 1)

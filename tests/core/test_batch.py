@@ -197,6 +197,7 @@ facts = st.fixed_dictionaries(
         "can_load": st.booleans(),
         "ready_s": st.sampled_from([0.5, 1.5, float("inf")]),
         "step_s": st.sampled_from([0.0, 1.0, 2.0]),
+        "step_load_s": st.sampled_from([0.0, 1.0, 2.0]),
     }
 )
 steps = st.lists(
@@ -218,10 +219,11 @@ def test_heaps_agree_with_a_look_at_all(  # noqa: C901
     waiting, known, joint_s = batch(name), dict[int, Candidate](), dict[int, float]()
     begun: list[int] = []
     rule = rules[name]
+    brought: dict[int, float] = {}
     came: dict[str, list[float]] = {"suffix_s": [], "load_s": []}
 
     def more(what: str) -> float:
-        """Requests that will come while the work that waits is done, all having come at once."""
+        """Requests that will come while the work that waits is done, by those that have gone."""
         left_s = sum(getattr(each, what) for each in known.values())
         return len(came[what]) / 60 * left_s / max(1 - sum(came[what]) / 60, 0.01)
 
@@ -230,8 +232,8 @@ def test_heaps_agree_with_a_look_at_all(  # noqa: C901
             len(known) - 1 if any(e.can_compute and not e.compute_s for e in known.values()) else 0
         )
         to_load = sum(e.load_s > 0 for e in known.values())
-        gain = (to_load + more("load_s")) * each.load_s
-        return each.load_s > 0 and (others + more("suffix_s")) * each.compute_s > gain
+        gain = (to_load + more("load_s")) * each.step_load_s
+        return each.step_load_s > 0 and (others + more("suffix_s")) * each.step_s > gain
 
     def place(each: Candidate) -> Any:
         own = rules["cacheflow" if name == "cacheflow" else "fifo"]
@@ -246,13 +248,14 @@ def test_heaps_agree_with_a_look_at_all(  # noqa: C901
             known[order] = candidate(order, **update)
             if order not in joint_s:
                 joint_s[order] = known[order].joint_s
-                came["suffix_s"].append(known[order].suffix_s)
-                came["load_s"] += [known[order].load_s] if known[order].load_s else []
+                brought[order] = known[order].load_s
                 waiting.add(known[order])
             else:
                 waiting.update(known[order])
         elif action == "remove" and order in known:
             waiting.remove(str(order))
+            came["suffix_s"].append(known[order].suffix_s)
+            came["load_s"] += [brought[order]] if brought[order] else []
             del known[order], joint_s[order]
             begun = [each for each in begun if each != order]
         elif action == "look":
@@ -278,11 +281,12 @@ def test_heaps_agree_with_a_look_at_all(  # noqa: C901
             assert waiting.next_load(tier) is min(able, key=load_place, default=None)
 
 
-def test_a_prefix_that_others_would_wait_for_is_loaded() -> None:
+def test_a_step_that_others_would_wait_for_is_left_to_the_link() -> None:
+    prefix = {"compute_s": 4.0, "load_s": 8.0, "suffix_s": 0.0, "step_load_s": 3.0}
     ready = [candidate(order, compute_s=0.0, load_s=0.0, suffix_s=5.0) for order in (1, 2)]
-    waiting = filled("cacheflow", candidate(0, compute_s=1.0, load_s=3.0, suffix_s=0.0), *ready)
-    assert waiting.next_compute(0.0).order == 0, "two that wait 1 s longer, for 3 s that are saved"
-    waiting.update(candidate(0, compute_s=2.0, load_s=3.0, suffix_s=0.0))
+    waiting = filled("cacheflow", candidate(0, **prefix, step_s=1.0), *ready)
+    assert waiting.next_compute(0.0).order == 0, "two wait 1 s longer, 3 s are saved"
+    waiting.update(candidate(0, **prefix, step_s=2.0))
     assert waiting.next_compute(0.0).order == 1
     for other in ready:
         waiting.remove(other.rid)
@@ -290,7 +294,8 @@ def test_a_prefix_that_others_would_wait_for_is_loaded() -> None:
 
 
 def test_a_busy_lane_computes_no_prefix_that_can_be_loaded() -> None:
-    prefix = candidate(99, arrived_s=50.0, compute_s=1.0, load_s=2.0, suffix_s=0.5)
+    facts = {"arrived_s": 50.0, "compute_s": 1.0, "load_s": 2.0, "suffix_s": 0.5, "step_s": 1.0}
+    prefix = candidate(99, **facts, step_load_s=1.0)
     waiting = filled("cacheflow", prefix)
     assert waiting.next_compute(50.0) is prefix
     waiting.note_decode(50.0, 55.0)
@@ -300,7 +305,7 @@ def test_a_busy_lane_computes_no_prefix_that_can_be_loaded() -> None:
         waiting.remove(other.rid)
     assert waiting.next_compute(50.0) is None, "more will come than the lane has time for"
     assert waiting.next_compute(50.0 + 600.0) is prefix, "that was long ago"
-    hole = candidate(99, arrived_s=50.0, compute_s=1.0, load_s=0.0, suffix_s=0.5)
+    hole = candidate(99, **facts)
     waiting.update(hole)
     assert waiting.next_compute(50.0) is hole, "nothing of it can be loaded"
 

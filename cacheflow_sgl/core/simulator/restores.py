@@ -91,6 +91,10 @@ class Restore(Protocol):
         """Predicted seconds of the next forward."""
 
     @property
+    def step_load_s(self) -> float:
+        """Predicted seconds to load what it computes; 0 where it can't be loaded."""
+
+    @property
     def complete(self) -> bool:
         """Every piece has ended and the prefix is on the device."""
 

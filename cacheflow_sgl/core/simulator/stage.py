@@ -115,6 +115,7 @@ class Stage:
         candidate.can_load = False
         candidate.ready_s = self._ready_s(progress)
         candidate.step_s = self._step_s(job)
+        candidate.step_load_s = 0.0 if restore is None else restore.step_load_s
         if restore is not None and not restore.complete and self._may_restore(job):
             candidate.compute_s = restore.compute_left_s
             candidate.load_s = restore.load_left_s

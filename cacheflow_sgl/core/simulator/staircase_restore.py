@@ -73,6 +73,13 @@ class _StaircaseRestore:
         return 0.0 if chunk is None else self._forward_s[chunk]
 
     @property
+    def step_load_s(self) -> float:
+        chunk = self._claims.next_chunk
+        if self._closing or chunk is None or self._plot.tiers[chunk] == MISSING:
+            return 0.0
+        return self._plot.layer_s(chunk) * self._plot.layers
+
+    @property
     def complete(self) -> bool:
         return self._claims.finished
 
@@ -116,7 +123,8 @@ class _StaircaseRestore:
             return None
         layers = self._layers_of(chunk, ceiling, waits_s)
         if not layers:
-            if chunk > self._last_hole:
+            its_turn = min(waits_s) < self._forward_s[chunk]
+            if chunk > self._last_hole and its_turn:
                 self._close()
             return None
         return self._forward(chunk, ceiling, layers)
@@ -130,6 +138,7 @@ class _StaircaseRestore:
                 compute_s=partial(plot.forward_s, span),
                 ceiling=ceiling,
                 compute_left_s=self._compute_left_s,
+                wait_s=min(waits_s[tier] for tier in self._left),
                 load_layer_s=plot.layer_s(chunk),
                 loads_s=max(waits_s[tier] + self._left_s(tier) for tier in self._left),
                 suffix_s=self._suffix_s if chunk > self._last_hole else 0.0,

@@ -89,6 +89,11 @@ class _TokenRestore:
         return self._plot.forward_s(Span(start, start + rows), self._plot.layers) if rows else 0.0
 
     @property
+    def step_load_s(self) -> float:
+        rows = min(self._plot.chunks[0].tokens, self._pointers.gap)
+        return self._planner.costs.load_s(rows)
+
+    @property
     def complete(self) -> bool:
         return self._pointers.finished and not self._forwards
 
