@@ -41,6 +41,8 @@ class _StaircaseRestore:
             if tier != MISSING:
                 self._left[tier] += chunk.tokens * plot.layers
         self._compute_left_s = sum(self._forward_s)
+        self._below = [plot.layers for _ in plot.chunks]
+        """Layers of each chunk that are below those which loads took from the top."""
         self._begun: set[int] = set()
         """Chunks that compute has claimed: what is left of them can only be loaded."""
         self._computing = False
@@ -127,7 +129,7 @@ class _StaircaseRestore:
             if chunk > self._last_hole and its_turn:
                 self._close()
             return None
-        return self._forward(chunk, ceiling, layers)
+        return self._forward(chunk, layers)
 
     def _layers_of(self, chunk: int, ceiling: int, waits_s: Sequence[float]) -> int:
         plot, span = self._plot, self._plot.chunks[chunk]
@@ -146,12 +148,12 @@ class _StaircaseRestore:
             )
         )
 
-    def _forward(self, chunk: int, ceiling: int, layers: int) -> Forward:
+    def _forward(self, chunk: int, layers: int) -> Forward:
         claim = self._claims.claim_compute(layers)
         assert claim is not None and claim.chunk == chunk, "what was just free was claimed"
         self._begun.add(chunk)
         self._computing = True
-        self._compute_left_s -= self._forward_s[chunk] * ceiling / self._plot.layers
+        self._compute_left_s -= self._forward_s[chunk] * self._below[chunk] / self._plot.layers
         tier = self._plot.tiers[chunk]
         if tier != MISSING:
             self._left[tier] -= self._plot.chunks[chunk].tokens * claim.layers
@@ -255,6 +257,7 @@ class _StaircaseRestore:
         plot = self._plot
         self._left[plot.tiers[claim.chunk]] -= plot.chunks[claim.chunk].tokens * claim.layers
         if claim.chunk not in self._begun:
+            self._below[claim.chunk] -= claim.layers
             self._compute_left_s -= self._forward_s[claim.chunk] * claim.layers / plot.layers
 
     def _load(self, tier: int, cells: list[LoadCells]) -> Load:

@@ -91,7 +91,10 @@ class _TokenRestore:
     @property
     def step_load_s(self) -> float:
         rows = min(self._plot.chunks[0].tokens, self._pointers.gap)
-        return self._planner.costs.load_s(rows)
+        start = self._pointers.position
+        if self._pointers.loading_stopped:
+            return 0.0
+        return self._planner.costs.load_s(self._present_tokens(Span(start, start + rows)))
 
     @property
     def complete(self) -> bool:
@@ -128,10 +131,14 @@ class _TokenRestore:
         claim = pointers.claim_compute(tokens)
         if claim is None:
             return None
-        first, last = ((at - self._plot.span.start) // PAGE for at in (claim.start, claim.stop))
-        self._loadable -= sum(self._present[first:last]) * PAGE
+        self._loadable -= self._present_tokens(claim)
         self._forwards += 1
         return Forward(claim, self._plot.layers, self._forward_ended)
+
+    def _present_tokens(self, span: Span) -> int:
+        """Tokens that a tier has."""
+        first, stop = ((at - self._plot.span.start) // PAGE for at in (span.start, span.stop))
+        return sum(self._present[first:stop]) * PAGE
 
     def _forward_ended(self) -> None:
         self._forwards -= 1

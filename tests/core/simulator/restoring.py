@@ -72,6 +72,11 @@ class Lanes:
         self.running.pop(which)()
         return True
 
+    def end_first(self) -> None:
+        """Let the first piece end that is on its way, if one is."""
+        if self.running:
+            self.end()
+
     def loaded_bytes(self) -> Counter[int]:
         """By tier, KV only."""
         moved: Counter[int] = Counter()

@@ -6,19 +6,20 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheflow_sgl.core.batch import BatchPolicyName
-from cacheflow_sgl.core.bounds import batch_makespan_bound
+from cacheflow_sgl.core.bounds import batch_makespan_bound, harmonic_bound
 from cacheflow_sgl.core.profiles import Decode
 from cacheflow_sgl.core.simulator.beliefs import Beliefs
 from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request, together
 from cacheflow_sgl.core.simulator.result import NOBODY, Piece, Result
-from cacheflow_sgl.core.simulator.setup import Boundary, Engine, Setup
+from cacheflow_sgl.core.simulator.setup import OWN_ENGINE, Boundary, Engine, Setup
 from cacheflow_sgl.core.simulator.simulation import Simulation
 from cacheflow_sgl.core.simulator.world import Link, World
 from tests.core.simulator.worlds import (
@@ -333,3 +334,239 @@ def test_those_that_run_go_on_while_others_wait_for_their_place(stages: int) -> 
     setup = Setup(stages=stages, policy=BatchPolicyName.FIFO, max_running=1)
     mine = world(cost(), link(0.05))
     all_served(Case(mine, setup, together([1, 257]), placed((), (MISSING, 0))))
+
+
+# -- counted by hand: a chunk takes 1 s to compute, a layer of a suffix of one chunk 0.25 s
+
+
+def one(
+    engine: Engine,
+    mine: World,
+    tiers: tuple[int, ...],
+    suffix: int = CHUNK,
+    **setup: Any,
+) -> Result:
+    """One request alone."""
+    policy = {engine: name for name, engine in OWN_ENGINE.items()}.get(
+        engine, BatchPolicyName.CACHEFLOW
+    )
+    prompt = CHUNK * len(tiers) + suffix
+    full = Setup(engine, policy, record=True, **setup)
+    return all_served(Case(mine, full, together([prompt]), placed(tiers)))
+
+
+def test_recompute_is_the_sum_of_its_chunks() -> None:
+    assert one(Engine.RECOMPUTE, world(), (0,) * 4).mean_ttft_s == 5.0
+    rising = world(cost(1.0, rise=1.0, base_s=0.5))  # 1.5, 2.5, 3.5, and half of 4 + 0.5
+    assert one(Engine.RECOMPUTE, rising, (0,) * 3, 64).mean_ttft_s == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "ttft_s"),
+    [
+        (1.0, 4.25),  # slower than the suffix, which may have only its last layer left at 4 s
+        (0.25, 1.25),  # as fast: the first layer is there at 0.25 s
+        (0.125, 1.125),  # faster: the suffix starts when its first layer is there
+    ],
+)
+def test_a_load_alone_takes_the_longer_of_load_and_suffix(load_s: float, ttft_s: float) -> None:
+    result = one(Engine.LOAD, world(cost(), link(load_s)), (0,) * 4)
+    assert result.mean_ttft_s == pytest.approx(ttft_s)
+    assert result.lanes["I/O 0.0"].busy_s == pytest.approx(4 * load_s)
+    assert result.served[0].restored_s == pytest.approx(4 * load_s)
+
+
+def test_a_load_from_two_tiers_is_as_long_as_its_longer_part() -> None:
+    mine = world(cost(), link(0.5), link(2.0))
+    result = one(Engine.LOAD, mine, (0, 0, 1, 1, 0))
+    assert result.mean_ttft_s == pytest.approx(4.25)
+    assert result.served[0].loaded_bytes == 5 * CHUNK_BYTES
+
+
+def test_latency_comes_once_a_load() -> None:
+    mine = world(cost(), link(1.0, latency_s=0.5))
+    assert one(Engine.LOAD, mine, (0,) * 4).mean_ttft_s == pytest.approx(4.75)
+
+
+def test_load_stops_at_the_first_hole() -> None:
+    result = one(Engine.LOAD, world(cost(), link(0.25)), (0, MISSING, 0))
+    assert result.mean_ttft_s == pytest.approx(0.0625 + 3)
+    assert result.served[0].loaded_bytes == CHUNK_BYTES
+
+
+def test_cake_of_equal_rates_meets_in_the_middle() -> None:
+    result = one(Engine.CAKE, world(), (0,) * 8)
+    assert result.mean_ttft_s == harmonic_bound(8.0, 8.0) + 1
+    assert result.served[0].loaded_bytes == 4 * CHUNK_BYTES
+
+
+def test_a_staircase_of_equal_rates_is_near_the_least_that_both_lanes_need() -> None:
+    """C chunks computed and a suffix of 1 s on one lane, the others on the other: 4.5 s each."""
+    ttft_s = one(Engine.STAIRCASE, world(), (0,) * 8).mean_ttft_s
+    assert 4.5 <= ttft_s <= 1.06 * 4.5
+
+
+@pytest.mark.parametrize(
+    ("engine", "load_s", "ttft_s"),
+    [
+        (Engine.STAIRCASE, 0.01, 2.01),  # the chunk before it is loaded
+        (Engine.STAIRCASE, 200.0, 4.0),  # all is computed
+        (Engine.CAKE, 0.01, 3.0),  # computes a chunk, come what may
+        (Engine.CAKE, 200.0, 201.0),  # and loads one
+        (Engine.V1, 0.01, 3.0),  # its least claim of two pages is a chunk
+        (Engine.V1, 200.0, 4.0),
+    ],
+)
+def test_a_hole_in_the_middle(engine: Engine, load_s: float, ttft_s: float) -> None:
+    result = one(engine, world(cost(), link(load_s)), (0, MISSING, 0))
+    assert result.mean_ttft_s == pytest.approx(ttft_s)
+
+
+def stages_ttft_s(engine: Engine, boundary: Boundary, chunks: int = 16) -> float:
+    """Two stages whose links load a chunk of all layers in 1 s: their half takes 0.5 s."""
+    return one(engine, world(), (0,) * chunks, stages=2, boundary=boundary).mean_ttft_s
+
+
+def test_two_stages_share_the_work() -> None:
+    # Both load 8 s at once; the last of two layers of 0.25 s is left; then the second stage.
+    assert stages_ttft_s(Engine.LOAD, Boundary.EXACT) == pytest.approx(8 + 0.25 + 0.5)
+    # One after the other.
+    serial = stages_ttft_s(Engine.LOAD, Boundary.OFF_SERIAL)
+    assert 16 + 0.25 <= serial <= 16 + 0.5
+    # Chunks flow: each stage has 17 of 0.5 s, the second starts with the second.
+    assert stages_ttft_s(Engine.RECOMPUTE, Boundary.EXACT) == pytest.approx(9.0)
+
+
+def test_stages_that_restore_by_themselves_take_half_of_those_that_wait() -> None:
+    exact = stages_ttft_s(Engine.STAIRCASE, Boundary.EXACT, 32)
+    serial = stages_ttft_s(Engine.STAIRCASE, Boundary.OFF_SERIAL, 32)
+    flowing = stages_ttft_s(Engine.STAIRCASE, Boundary.OFF, 32)
+    assert 8.0 <= exact <= 1.06 * 8 + 1
+    assert 16.0 <= serial <= 1.06 * 16 + 1
+    assert exact <= flowing <= serial
+
+
+def test_the_bytes_of_boundaries_are_loaded_but_no_kv() -> None:
+    mine = world(cost(), link(), boundary_bytes_per_token=4)
+    result = one(Engine.STAIRCASE, mine, (0,) * 8, stages=2)
+    boundaries = loads(result, 1, 0, "boundary")
+    assert boundaries and not loads(result, 0, 0, "boundary")
+    assert all(p.stop_s - p.start_s == pytest.approx(CHUNK * 4 / CHUNK_BYTES) for p in boundaries)
+    kv = sum(p.stop_s - p.start_s for stage in (0, 1) for p in loads(result, stage, 0))
+    assert result.served[0].loaded_bytes == pytest.approx(kv * CHUNK_BYTES)
+
+
+STEPS = world(decode=Decode(base_s=0.5, per_context_token_s=0.0))
+RECOMPUTE = Setup(Engine.RECOMPUTE, BatchPolicyName.RECOMPUTE, record=True)
+
+
+def served_by(setup: Setup, *requests: Request, mine: World = STEPS) -> list[tuple[float, float]]:
+    """First and last token of requests without a prefix."""
+    result = all_served(Case(mine, setup, requests, placed(*[()] * len(requests))))
+    return [(each.first_token_s, each.done_s) for each in result.served]
+
+
+def test_a_request_decodes_all_tokens_but_its_first() -> None:
+    assert served_by(RECOMPUTE, Request(0, 2.0, CHUNK, 5)) == [(3.0, 5.0)]
+    assert served_by(RECOMPUTE, Request(0, 2.0, CHUNK, 1)) == [(3.0, 3.0)]
+
+
+def test_an_arrival_is_prefilled_after_the_step_that_runs() -> None:
+    early, late = Request(0, 0.0, CHUNK, 5), Request(1, 1.2, CHUNK, 2)
+    # Step until 1.5, prefill until 2.5, then both; three steps are left for the first.
+    assert served_by(RECOMPUTE, early, late) == [(1.0, 4.0), (2.5, 3.0)]
+
+
+def test_steps_between_the_forwards_of_a_prefill() -> None:
+    early, late = Request(0, 0.0, CHUNK, 5), Request(1, 1.0, 2 * CHUNK)
+    assert served_by(RECOMPUTE, early, late) == [(1.0, 5.0), (3.0, 3.0)]
+    between = replace(RECOMPUTE, decode_steps=1)
+    assert served_by(between, early, late) == [(1.0, 5.0), (4.0, 4.0)]
+
+
+def test_a_step_costs_by_its_context() -> None:
+    mine = world(decode=Decode(base_s=0.5, per_context_token_s=1 / CHUNK))
+    # Two steps at once count the context as it is at the start.
+    assert served_by(RECOMPUTE, Request(0, 0.0, CHUNK, 3), mine=mine) == [(1.0, 4.0)]
+
+
+def test_a_request_waits_for_its_place_among_those_that_run() -> None:
+    early, late = Request(0, 0.0, CHUNK, 3), Request(1, 0.0, CHUNK)
+    assert served_by(RECOMPUTE, early, late) == [(1.0, 3.0), (2.0, 2.0)]
+    alone = replace(RECOMPUTE, max_running=1)
+    assert served_by(alone, early, late) == [(1.0, 2.0), (3.0, 3.0)]
+
+
+def test_a_restore_waits_for_its_place_in_the_queue() -> None:
+    setup = Setup(Engine.LOAD, BatchPolicyName.LOAD)
+    two = together([5 * CHUNK, 5 * CHUNK])
+    both = all_served(Case(world(), setup, two, placed((0,) * 4, (0,) * 4)))
+    assert [each.first_token_s for each in both.served] == pytest.approx([4.25, 8.25])
+    queue = Case(world(), replace(setup, max_queued=1), two, placed((0,) * 4, (0,) * 4))
+    one_by_one = all_served(queue)
+    assert [each.first_token_s for each in one_by_one.served] == pytest.approx([4.25, 8.5])
+
+
+def test_a_restore_goes_on_while_its_request_waits_for_a_place() -> None:
+    setup = Setup(Engine.LOAD, BatchPolicyName.LOAD, max_running=1, record=True)
+    requests = [Request(0, 0.0, CHUNK, 9), Request(1, 0.0, 3 * CHUNK)]
+    result = all_served(Case(STEPS, setup, requests, placed((), (0, 0))))
+    assert result.served[0].done_s == 5.0
+    assert result.served[1].restored_s == 2.0
+    assert result.served[1].first_token_s == 6.0
+
+
+def test_a_closed_loop_starts_when_the_one_before_is_done() -> None:
+    requests = [Request(0, 1.0, CHUNK, 3), Request(1, 0.5, CHUNK, after=0)]
+    assert served_by(RECOMPUTE, *requests) == [(2.0, 3.0), (4.5, 4.5)]
+
+
+def test_what_lies_on_the_device_is_there() -> None:
+    residency = Placed({0: Found(2 * CHUNK, (0,))})
+    mine = world(cost(), link(0.25))
+    setup = Setup(Engine.LOAD, BatchPolicyName.LOAD)
+    result = all_served(Case(mine, setup, together([4 * CHUNK]), residency))
+    assert result.served[0].device_tokens == 2 * CHUNK
+    assert result.mean_ttft_s == pytest.approx(0.0625 + 1)
+
+
+def test_progress_is_told_now_and_then() -> None:
+    told: list[int] = []
+    requests = together([1] * 250)
+    Simulation(world(), RECOMPUTE, requests, placed(*[()] * 250)).run(told.append)
+    assert told == [100, 200, 250]
+
+
+def test_layers_are_shared_equally_or_not_at_all() -> None:
+    with pytest.raises(ValueError, match="4 layers can't be cut in 3 stages"):
+        Simulation(world(), Setup(stages=3), [], placed())
+
+
+@pytest.mark.timeout(120)
+@settings(deadline=None, max_examples=25)
+@given(cases())
+def test_the_same_again(case: Case) -> None:
+    first, again = case.run(), case.run()
+    assert first.served == again.served
+    assert first.lanes == again.lanes
+
+
+# -- beliefs
+
+
+def one_by_one(beliefs: Beliefs | None) -> Result:
+    """Twelve requests, none before the last is done, with 12 chunks of a prefix each."""
+    requests = [Request(rid, 1.0, 13 * CHUNK, after=rid - 1 if rid else None) for rid in range(12)]
+    residency = placed(*[(0,) * 12] * 12)
+    return Simulation(world(), Setup(), requests, residency, beliefs).run()
+
+
+@pytest.mark.parametrize(("compute", "load"), [(8.0, 1.0), (1.0, 8.0), (0.2, 1.0), (1.0, 0.2)])
+def test_wrong_beliefs_cost_time_until_they_are_corrected(compute: float, load: float) -> None:
+    right = one_by_one(None)
+    wrong = [link(load)]
+    fixed = one_by_one(Beliefs(cost(compute), Beliefs.learning(cost(), wrong).links))
+    learned = one_by_one(Beliefs.learning(cost(compute), wrong))
+    assert fixed.ttft_s[-1] == pytest.approx(fixed.ttft_s[0])
+    assert fixed.ttft_s[-1] > 1.02 * right.ttft_s[-1]
+    assert learned.ttft_s[-1] < 1.02 * right.ttft_s[-1]

@@ -47,6 +47,7 @@ def test_cake_takes_whole_chunks_from_both_ends() -> None:
     assert not lanes.restore.closing
     assert (lanes.restore.compute_left_s, lanes.restore.load_left_s) == (4.0, 4.0)
     assert (lanes.restore.saving, lanes.restore.step_s) == (1.0, 1.0)
+    assert lanes.restore.step_load_s == 1.0
     forward, load = lanes.compute(), lanes.load()
     assert forward is not None and load is not None
     assert (forward.span, forward.layers) == (Span(0, CHUNK), LAYERS)
@@ -68,7 +69,7 @@ def test_cacheflow_takes_the_better_single_way_whole(load_s: float, loads: bool)
         assert lanes.restore.next_tier is None
     else:
         assert lanes.restore.next_tier is None
-        assert lanes.restore.load_left_s == lanes.restore.saving == 0.0
+        assert lanes.restore.load_left_s == lanes.restore.step_load_s == lanes.restore.saving == 0.0
         for j in range(3):
             forward = lanes.compute()
             assert forward is not None and forward.span == Span(j * CHUNK, (j + 1) * CHUNK)
@@ -86,7 +87,7 @@ def test_a_hole_is_nothing_to_load() -> None:
     """Or a batch that lets nobody compute before their loads would wait for it for good."""
     restore = token_restore(plot(world(), MISSING, 0, 0), Policy.CAKE)
     lanes = Lanes(restore)
-    assert restore.load_left_s == 2.0
+    assert (restore.load_left_s, restore.step_load_s) == (2.0, 0.0)
     lanes.load()
     assert restore.load_left_s == 1.0
     lanes.load()
