@@ -77,7 +77,7 @@ ways = st.sampled_from(
         (Engine.STAIRCASE, BatchPolicyName.CACHEFLOW),
     ]
 )
-chunk_seconds = st.sampled_from([0.05, 0.5, 1.0, 2.0, 9.0])
+chunk_seconds = st.sampled_from([0.05, 0.5, 0.7, 1.0, 1.3, 9.0])
 worlds = st.builds(
     lambda chunk_s, rise, base_s, links, boundary, decode: world(
         cost(chunk_s, rise=rise, base_s=base_s),

@@ -93,6 +93,16 @@ def test_a_load_alone_by_the_definition(
     assert result.mean_ttft_s == pytest.approx(end_s + sum(rest) / CHUNK)
 
 
+@pytest.mark.parametrize(("chunks", "load_s"), [(1, 1.3), (2, 0.7), (3, 1.3), (9, 1.0)])
+def test_the_last_loads_wait_for_the_one_in_flight(chunks: int, load_s: float) -> None:
+    requests = together([(chunks + 1) * CHUNK])
+    mine = world(cost(), link(load_s))
+    result = Simulation(mine, Setup(record=True), requests, placed((0,) * chunks)).run()
+    loads = result.lanes["I/O 0.0"].pieces
+    assert len(loads) > 1
+    assert all(a.stop_s <= b.start_s for a, b in itertools.pairwise(loads))
+
+
 def test_a_link_that_is_slower_than_believed_is_waited_for() -> None:
     mine = world(cost(), link(4.0))
     beliefs = Beliefs(mine.compute, Beliefs.exact(world()).links)
