@@ -2,7 +2,7 @@
 
 A forward of `rows` tokens at offset `start` through `layers` of a model's L layers takes
 
-    fixed * layers / L
+    fixed
     + layers * max(linear flops / (peak * linear fraction),
                    weight bytes / (memory bandwidth * memory fraction))
     + layers * attention flops / (peak * attention fraction)
@@ -16,7 +16,8 @@ counted for one layer as follows.
 - Attention flops: 4 * heads * head_dim for each pair of a row and a token it sees (2 for the score,
   2 for the sum); row i of the forward sees start + i + 1 tokens, on average start + (rows + 1) / 2.
 
-Embedding, norms, sampling and the output head (one row a forward) are in `fixed`.
+Launching the forward, embedding, norms, sampling and the output head (one row a forward) are in
+`fixed`, whatever the number of layers.
 
 The points are those that Cake (arXiv 2410.03065) reports for one 512-token chunk of a model with
 0.5 MB of KV a token, at chunk 0 and at chunk 63. Per GPU they give the two fractions of flops. What
@@ -56,7 +57,7 @@ class Gpu:
         linear_fraction: share of the peak that matrix products of weights reach.
         attention_fraction: share of the peak that attention reaches.
         memory_fraction: share of the memory bandwidth that reading weights reaches.
-        fixed_s: seconds of a forward through all layers that no rate explains.
+        fixed_s: seconds of a forward that no rate explains, however few layers it goes through.
         pcie_bytes_per_s: of its slot, one way.
         calibration: where the two fractions of flops come from.
     """
@@ -248,7 +249,7 @@ def forward_s(gpu: Gpu, model: Model, start: int, rows: int, layers: int) -> flo
     read_s = model.read_bytes(rows) / (gpu.memory_bytes_per_s * gpu.memory_fraction)
     attention = model.attention_flops(start, rows)
     attention_s = attention / (gpu.peak_flops * gpu.attention_fraction)
-    return layers * (gpu.fixed_s / model.layers + max(flops_s, read_s) + attention_s)
+    return gpu.fixed_s + layers * (max(flops_s, read_s) + attention_s)
 
 
 def decode_cost(gpu: Gpu, model: Model) -> Decode:

@@ -54,6 +54,11 @@ class Job:
     served: Served
     stages: list[Progress] = field(default_factory=list)
 
+    @property
+    def tokens(self) -> int:
+        """KV tokens that it holds in the end."""
+        return self.request.prompt_tokens + self.request.output_tokens
+
     def next_suffix(self, stage: int, chunk: int) -> Span | None:
         """The next forward of the suffix on a stage; None where its input isn't there yet."""
         at = self.stages[stage].suffix_at

@@ -50,6 +50,9 @@ class Setup:
     """Most requests that restore or wait for compute; later ones wait until they may restore."""
     max_running: int = 256
     """Most requests that are prefilled or decoded; restores go on while others wait for a place."""
+    kv_tokens: int | None = None
+    """Most tokens of prompts and answers of those that run together; None: no limit. Prefixes that
+    restore before their request runs, and the device cache, are not counted."""
     decode_steps: int = 0
     """Decode steps after each prefill forward; SGLang's default is none."""
     record: bool = False

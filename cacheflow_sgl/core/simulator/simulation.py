@@ -21,7 +21,7 @@ from cacheflow_sgl.core.simulator.decodes import Decodes
 from cacheflow_sgl.core.simulator.jobs import Job
 from cacheflow_sgl.core.simulator.requests import Request, Residency
 from cacheflow_sgl.core.simulator.result import Result, Served
-from cacheflow_sgl.core.simulator.setup import Boundary, Setup
+from cacheflow_sgl.core.simulator.setup import Boundary, Engine, Setup
 from cacheflow_sgl.core.simulator.stage import Stage
 from cacheflow_sgl.core.simulator.world import World
 
@@ -40,9 +40,11 @@ class Simulation:
         residency: Residency,
         beliefs: Beliefs | None = None,
     ) -> None:
-        """`ValueError` where the layers can't be shared equally by the stages."""
+        """`ValueError` where layers and stages, or engine and stages, don't go together."""
         if world.compute.layers % setup.stages:
             raise ValueError(f"{world.compute.layers} layers can't be cut in {setup.stages} stages")
+        if setup.stages > 1 and setup.engine in (Engine.CAKE, Engine.V1):
+            raise ValueError(f"the engine {setup.engine} restores on one stage only")
         self.world = world
         self.setup = setup
         self.beliefs = Beliefs.exact(world) if beliefs is None else beliefs
@@ -58,6 +60,8 @@ class Simulation:
         self._running: set[int] = set()
         self._followers: dict[int, list[Request]] = defaultdict(list)
         self._served: list[Served] = []
+        self._expected = len(requests)
+        self._held_tokens = 0
         for request in requests:
             if request.after is None:
                 self.after(request.at_s, partial(self._arrive, request))
@@ -78,6 +82,9 @@ class Simulation:
                 told = len(self._served)
                 progress(told)
         progress(len(self._served))
+        missing = self._expected - len(self._served)
+        if missing:
+            raise RuntimeError(f"the simulation came to a halt with {missing} requests unserved")
         lanes = {name: lane for stage in self._stages for name, lane in stage.lanes()}
         self._served.sort(key=lambda served: served.rid)
         return Result(self._served, lanes, self.now_s)
@@ -102,9 +109,17 @@ class Simulation:
 
     def may_run(self, job: Job) -> bool:
         """Whether a request may be prefilled: it has a place among those that run, or gets one."""
-        if len(self._running) < self.setup.max_running:
+        if not self.runs(job) and self._has_place(job):
             self._running.add(job.request.rid)
+            self._held_tokens += job.tokens
         return self.runs(job)
+
+    def _has_place(self, job: Job) -> bool:
+        if len(self._running) >= self.setup.max_running:
+            return False
+        limit = self.setup.kv_tokens
+        # One request may always run, or a prompt beyond the limit would wait for ever.
+        return limit is None or not self._running or self._held_tokens + job.tokens <= limit
 
     def runs(self, job: Job) -> bool:
         """Whether it has a place among those that run."""
@@ -156,6 +171,7 @@ class Simulation:
         job.served.done_s = self.now_s
         self._served.append(job.served)
         self._running.discard(job.request.rid)
+        self._held_tokens -= job.tokens
         for stage in self._stages:
             stage.place_free()
         for request in self._followers.pop(job.request.rid, ()):

@@ -132,8 +132,7 @@ class Stage:
         restore = progress.restore
         if restore is None or not restore.closing or progress.suffix_begun:
             return math.inf
-        if progress.suffix_from_s < math.inf:
-            return progress.suffix_from_s
+        # By belief, also where the simulation knows already: nobody knows what a link will do.
         return self._now + restore.follows_in(self._link_waits_s())
 
     def _step_s(self, job: Job) -> float:
@@ -292,7 +291,10 @@ class Stage:
         self._changed(job)
 
     def _follow(self, job: Job) -> None:
-        """Once all is claimed: start the suffix so that each layer lands before it gets there."""
+        """Once all is claimed: start the suffix so late that it never waits for a layer.
+
+        With foresight, for every engine alike: a real GPU is held while a layer is late.
+        """
         progress = job.stages[self._index]
         if progress.restore is None or not progress.restore.all_claimed:
             return

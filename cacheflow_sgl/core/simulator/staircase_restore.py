@@ -60,7 +60,7 @@ class _StaircaseRestore:
 
     @property
     def load_left_s(self) -> float:
-        return sum(map(self._left_s, self._left))
+        return sum(map(self._left_s, self._left)) + sum(map(self._cells_s, self._last.values()))
 
     @property
     def saving(self) -> float:
@@ -94,11 +94,7 @@ class _StaircaseRestore:
         return self._closing and not self._last
 
     def follows_in(self, waits_s: Sequence[float]) -> float:
-        layer_s = self._plot.layer_s
-        lands_in = [
-            waits_s[tier] + sum(layer_s(claim.chunk) * claim.layers for claim in cells)
-            for tier, cells in self._last.items()
-        ]
+        lands_in = [waits_s[tier] + self._cells_s(cells) for tier, cells in self._last.items()]
         return max(lands_in, default=max(waits_s)) - self._suffix_s * (1 - 1 / self._plot.layers)
 
     @property
@@ -246,6 +242,10 @@ class _StaircaseRestore:
         # it must be in time even if the link is only half as fast.
         in_time = int(((step_left_s + self._compute_left_s) / 2 - latency_s) / layer_s)
         return min(layers, in_time)
+
+    def _cells_s(self, cells: Sequence[LoadCells]) -> float:
+        """Predicted seconds to load these, latency aside."""
+        return sum(self._plot.layer_s(claim.chunk) * claim.layers for claim in cells)
 
     def _left_s(self, tier: int) -> float:
         """Predicted seconds to load what is unclaimed of a tier, latency aside."""
