@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
 from cacheflow_sgl.core.batch import BatchPolicyName
 from cacheflow_sgl.core.profiles import Profile, ProfileError
 from cacheflow_sgl.core.simulator.result import Result
-from cacheflow_sgl.core.simulator.setup import Boundary, Engine
+from cacheflow_sgl.core.simulator.setup import OWN_ENGINE, Boundary, Engine
 from cacheflow_sgl.files import write_atomically
 from cacheflow_sgl.progress import progress_bar
 from cacheflow_sgl.replay import ReplayError, load_trace
@@ -24,8 +25,16 @@ from cacheflow_sgl.replay.prompts import BLOCK_TOKENS
 from cacheflow_sgl.simulate.catalogue import named_profile, profile_names
 from cacheflow_sgl.simulate.plot import plot_rows
 from cacheflow_sgl.simulate.rows import Environment, SimulationReport, rows_of
-from cacheflow_sgl.simulate.runs import Case, NamedLink, Run, SimulationError, run_all
-from cacheflow_sgl.simulate.show import print_rows
+from cacheflow_sgl.simulate.runs import (
+    ON_ONE_STAGE,
+    Case,
+    NamedLink,
+    Run,
+    SimulationError,
+    run_all,
+    runs_of,
+)
+from cacheflow_sgl.simulate.show import label, print_rows
 from cacheflow_sgl.simulate.timeline import timeline as timeline_of
 from cacheflow_sgl.simulate.traces import BYTES_PER_TOKEN, Arrival, holds_text, requests_of
 from cacheflow_sgl.simulate.workload import Trace, Workload, prompts
@@ -40,6 +49,10 @@ N = TypeVar("N", bound=enum.StrEnum)
 
 _FOR_TRACES = ("format", "arrival", "speed", "requests", "device_tokens", "host_tokens")
 _FOR_PROMPTS = ("prefix_tokens", "suffix_tokens", "batch", "mixed", "seed")
+_ENGINES = (Engine.STAIRCASE, Engine.V1, Engine.RECOMPUTE, Engine.LOAD)
+"""What `--engine` takes."""
+_WIDTH = 80
+"""Columns of a list of names."""
 
 
 def simulate(
@@ -84,16 +97,20 @@ def simulate(
     requests: Annotated[
         int | None, typer.Option(help="Only the trace's first so many requests.")
     ] = None,
-    device_tokens: Annotated[int, typer.Option(help="KV tokens that the device holds.")] = 200000,
+    device_tokens: Annotated[
+        int,
+        typer.Option(help="KV tokens of the device's cache, and of the requests that run at once."),
+    ] = 200000,
     host_tokens: Annotated[
         int | None,
         typer.Option(help="KV tokens that the tier behind the link holds.", show_default="no end"),
     ] = None,
     engine: Annotated[
-        Literal["staircase", "v1"],
+        str,
         typer.Option(
-            help="How fifo, longest and cacheflow restore one prefix; "
-            "v1: by tokens, or by layers if short, as in the first CacheFlow paper."
+            help="How fifo, longest and cacheflow restore one prefix; a list. "
+            "v1: by tokens, or by layers if short, as in the first CacheFlow paper; "
+            "recompute, load: a single way, so that only the order of serving is theirs."
         ),
     ] = "staircase",
     pp: Annotated[
@@ -145,11 +162,18 @@ def simulate(
 
     Example: a recorded trace, and the distribution of TTFT.
 
-        cacheflow simulate --profile h100-qwen3-8b --trace t.jsonl --plot t.png
+        cacheflow simulate --profile h100-qwen3-8b --plot t.png \\
+            --trace t.jsonl --speed 0.1
 
     Example: prefixes of three lengths over 10 Gbps.
 
         cacheflow simulate --profile a100-qwen3-8b --prefix-tokens 2048,8192,32768
+
+    Example: what comes from the order of serving, and what from restoring.
+
+        cacheflow simulate --profile a100-qwen3-8b --mixed --batch 12 \\
+            --prefix-tokens 2048,8192,32768 \\
+            --policy load,fifo,cacheflow --engine load,staircase
 
     Example: one prefix and 4 at once, from the profile's disk and its network.
 
@@ -180,6 +204,8 @@ def simulate(
         profiles = _profiles(profile)
         links = _links(profiles, bandwidth_gbps, tier)
         pipelines = _pipelines(profiles, pp, boundary)
+        if all(stages == 1 for stages, _ in pipelines):
+            _refuse(context, ("boundary",), "goes only with --pp 2 or more")
         check_outputs(json, timeline, plot=plot)
         workloads: Sequence[Workload]
         if trace is None:
@@ -195,12 +221,15 @@ def simulate(
             for link, workload in product(links[name], workloads)
         ]
         policies = _names("--policy", policy, BatchPolicyName)
-        record = timeline is not None
-        runs = [Run(case, name, Engine(engine), record) for case in cases for name in policies]
+        if all(name in OWN_ENGINE for name in policies):
+            _refuse(context, ("engine",), "goes only with --policy fifo, longest or cacheflow")
+        engines = _names("--engine", engine, _ENGINES)
+        runs = runs_of(cases, policies, engines, record=timeline is not None)
+        _refuse_stages(runs)
         if timeline is not None and len(runs) > 1:
             raise ValueError(f"--timeline draws one row, and these are {len(runs)}: ask for one")
     except (ProfileError, ReplayError, ValueError) as error:
-        fail(str(error))
+        fail(_listed(str(error)))
     _simulate(runs, json, plot, timeline)
 
 
@@ -229,7 +258,7 @@ def _simulate(
             if plot is not None:
                 plot_rows(rows, plot)
             if timeline is not None:
-                title = f"{rows[0].profile} {rows[0].policy} simulated {rows[0].simulated}"
+                title = f"{rows[0].profile} {label(rows[0])} simulated {rows[0].simulated}"
                 write_atomically(timeline, timeline_of(results[0], title))
         except (ReplayError, OSError) as error:
             fail(str(error))
@@ -257,6 +286,26 @@ def _refuse_others(context: typer.Context, *, paper: bool, never_worse: bool) ->
     _refuse(
         context, [name for name in context.params if name not in takes], f"goes not with --{option}"
     )
+
+
+def _refuse_stages(runs: Sequence[Run]) -> None:
+    """Refuse a pipeline to an engine that knows none."""
+    for run in runs:
+        stages, engine = run.case.stages, run.restored_by
+        if stages > 1 and engine in ON_ONE_STAGE:
+            own = engine in OWN_ENGINE.values()
+            option, names = ("--policy", BatchPolicyName) if own else ("--engine", _ENGINES)
+            remain = ", ".join(name for name in names if name not in ON_ONE_STAGE)
+            raise ValueError(f"--pp {stages}: {engine} is for one stage; {option} may be {remain}")
+
+
+def _listed(message: str) -> str:
+    """With names on lines of their own where there are too many for one."""
+    head, there_are, names = message.partition("; there are: ")
+    if not there_are or len(message) < _WIDTH:
+        return message
+    lines = textwrap.wrap(names, _WIDTH - 2, break_on_hyphens=False)
+    return "\n  ".join((f"{head}; there are:", *lines))
 
 
 def _profiles(names: str | None) -> dict[str, Profile]:
@@ -309,6 +358,11 @@ def _prompts(
         raise ValueError(f"--prefix-tokens: {min(lengths)} is less than a chunk of {chunk}")
     _at_least_one(suffix_tokens=suffix_tokens)
     batches = _positive("--batch", batch, int)
+    if mixed and min(batches) < len(lengths):
+        raise ValueError(
+            f"--mixed: a batch of {min(batches)} has no room for {len(lengths)} lengths; "
+            f"ask for --batch {len(lengths)} or more"
+        )
     return [*prompts(lengths, suffix_tokens, batches, mixed=mixed, seed=seed)]
 
 
@@ -324,7 +378,10 @@ def _trace(
     if not 0 < speed < math.inf:
         raise ValueError(f"--speed is {speed}; it must be above 0")
     _at_least_one(requests=requests, device_tokens=device_tokens, host_tokens=host_tokens)
-    loaded = load_trace(path, format).first(requests=requests)
+    try:
+        loaded = load_trace(path, format).first(requests=requests)
+    except ReplayError as error:
+        raise ValueError(f"--trace: {error}") from None
     warn_skipped(loaded)
     text = f" (text, {BYTES_PER_TOKEN} bytes a token)" if holds_text(loaded) else ""
     return Trace(
@@ -336,12 +393,13 @@ def _trace(
     )
 
 
-def _names(option: str, text: str, kind: type[N]) -> list[N]:
+def _names(option: str, text: str, kind: Iterable[N]) -> list[N]:
     """The names of a list with commas, each once."""
+    known = {each.value: each for each in kind}
     for name in text.split(","):
-        if name not in list(kind):
-            raise ValueError(f"{option}: {name!r} is none of {', '.join(kind)}")
-    return [kind(name) for name in dict.fromkeys(text.split(","))]
+        if name not in known:
+            raise ValueError(f"{option}: {name!r} is none of {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(text.split(","))]
 
 
 def _positive(option: str, text: str, kind: Callable[[str], T]) -> list[T]:

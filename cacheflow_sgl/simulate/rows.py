@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import groupby
 
@@ -17,9 +17,12 @@ from cacheflow_sgl.core.batch import BatchPolicyName
 from cacheflow_sgl.core.profiles import Profile
 from cacheflow_sgl.core.simulator.result import Result
 from cacheflow_sgl.simulate.runs import SINGLE_WAYS, Run
-from cacheflow_sgl.simulate.workload import Prompts
+from cacheflow_sgl.simulate.workload import Prompts, Workload
 
 _PACKAGES = ("cacheflow-sgl", "numpy")
+_BEHIND_SHARE = 0.5
+_BEHIND_S = 10.0
+"""What is left after the last arrival of a server that keeps up: a few long prompts."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,15 +102,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         policy: batch policy.
         engine: how one prefix comes back.
         pp: pipeline stages.
-        boundary: what later stages compute from.
+        boundary: what later stages compute from; None for one stage.
         requests: served, all of them.
         ttft_s: time to first token.
         ratio_to_best_single: mean TTFT over that of `best_single`; None where neither was run.
-        best_single: the better of recompute and load on the same case.
+        best_single: the better of the policies recompute and load on the same case.
         tokens: where the prompts' KV came from.
         compute_busy: share of `end_s` in which compute lanes worked, mean over stages.
         io_busy: the same of links.
         end_s: when everything was served, on the simulated clock.
+        arrivals_s: seconds from the first to the last arrival at a time that the trace gives; None
+            for given prefixes.
+        behind_s: seconds from that last arrival to the last first token of such requests; None for
+            given prefixes.
         ttft_each_s: of every request, in order of arrival.
     """
 
@@ -125,7 +132,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     engine: str
     pp: int
-    boundary: str
+    boundary: str | None
     requests: int
     ttft_s: Times
     ratio_to_best_single: float | None
@@ -134,7 +141,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     compute_busy: float
     io_busy: float
     end_s: float
+    arrivals_s: float | None
+    behind_s: float | None
     ttft_each_s: list[float]
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether requests came faster than they could be served, so that TTFT is a queue's."""
+        if not self.arrivals_s or self.behind_s is None:
+            return False  # all came at once: a batch
+        return self.behind_s > max(_BEHIND_SHARE * self.arrivals_s, _BEHIND_S)
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
@@ -149,11 +165,11 @@ def rows_of(results: Iterable[tuple[Run, Result]]) -> list[Row]:
     rows: list[Row] = []
     for _, group in groupby(results, lambda each: each[0].case):
         same = list(group)
-        means = {run.policy: result.mean_ttft_s for run, result in same}
-        single = min(
-            (way for way in SINGLE_WAYS if way in means), key=means.__getitem__, default=None
-        )
-        rows += [_row(run, result, single, means) for run, result in same]
+        singles = [
+            (result.mean_ttft_s, run.policy) for run, result in same if run.policy in SINGLE_WAYS
+        ]
+        best = min(singles, default=None)
+        rows += [_row(run, result, best) for run, result in same]
     return rows
 
 
@@ -162,14 +178,10 @@ def simulated_on(profile: Profile) -> str:
     return f"on a {profile.source} profile"
 
 
-def _row(
-    run: Run,
-    result: Result,
-    single: BatchPolicyName | None,
-    means: Mapping[BatchPolicyName, float],
-) -> Row:
-    case, setup = run.case, run.setup()
+def _row(run: Run, result: Result, best: tuple[float, BatchPolicyName] | None) -> Row:
+    case = run.case
     given = case.workload if isinstance(case.workload, Prompts) else None
+    arrivals_s, behind_s = (None, None) if given else _arrivals(case.workload, result)
     return Row(
         simulated=simulated_on(case.profile),
         profile=case.name,
@@ -183,19 +195,31 @@ def _row(
         suffix_tokens=given.suffix_tokens if given else None,
         batch=len(given.prefix_tokens) if given else None,
         policy=run.policy.value,
-        engine=setup.engine.value,
+        engine=run.restored_by.value,
         pp=case.stages,
-        boundary=case.boundary.value,
+        boundary=case.boundary.value if case.stages > 1 else None,
         requests=len(result.served),
         ttft_s=Times.of(result.ttft_s),
-        ratio_to_best_single=None if single is None else means[run.policy] / means[single],
-        best_single=None if single is None else single.value,
+        ratio_to_best_single=None if best is None else result.mean_ttft_s / best[0],
+        best_single=None if best is None else best[1].value,
         tokens=_tokens(result, case.profile),
         compute_busy=_busy(result, "compute"),
         io_busy=_busy(result, "I/O"),
         end_s=result.end_s,
+        arrivals_s=arrivals_s,
+        behind_s=behind_s,
         ttft_each_s=result.ttft_s.tolist(),
     )
+
+
+def _arrivals(workload: Workload, result: Result) -> tuple[float, float]:
+    """`arrivals_s` and `behind_s`. Turns that wait for the turn before them are no load of a trace:
+    they come as fast as they are served."""
+    timed = {request.rid for request in workload.requests if request.after is None}
+    served = [each for each in result.served if each.rid in timed]
+    arrived = [each.arrived_s for each in served]
+    last = max(arrived)
+    return last - min(arrived), max(each.first_token_s for each in served) - last
 
 
 def _tokens(result: Result, profile: Profile) -> Tokens:

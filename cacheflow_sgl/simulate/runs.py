@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -21,6 +21,8 @@ from cacheflow_sgl.core.thresholds import layer_threshold
 from cacheflow_sgl.simulate.workload import Workload
 
 SINGLE_WAYS = (BatchPolicyName.RECOMPUTE, BatchPolicyName.LOAD)
+ON_ONE_STAGE = (Engine.CAKE, Engine.V1)
+"""Engines that know no pipeline."""
 NETWORK_LATENCY_S = 50e-6
 """Of a load over a link that is given by its bandwidth alone."""
 
@@ -94,15 +96,21 @@ class Run:
         """How many are served."""
         return len(self.case.workload.requests)
 
+    @property
+    def restored_by(self) -> Engine:
+        """The policy's own engine, or that of the run."""
+        return OWN_ENGINE.get(self.policy, self.engine)
+
     def setup(self) -> Setup:
         """How the simulated server is run."""
-        engine = OWN_ENGINE.get(self.policy, self.engine)
+        engine = self.restored_by
         return Setup(
             engine=engine,
             policy=self.policy,
             stages=self.case.stages,
             boundary=self.case.boundary,
             layer_threshold=self.case.layer_threshold() if engine is Engine.V1 else 0,
+            kv_tokens=self.case.workload.kv_tokens,
             record=self.record,
         )
 
@@ -115,11 +123,26 @@ class Run:
         return Simulation(world, self.setup(), case.workload.requests, residency).run(progress)
 
 
+def runs_of(
+    cases: Iterable[Case],
+    policies: Sequence[BatchPolicyName],
+    engines: Sequence[Engine],
+    *,
+    record: bool = False,
+) -> list[Run]:
+    """Every policy on every case with every engine; one with its own engine once."""
+    return [
+        Run(case, policy, engine, record)
+        for case in cases
+        for policy in policies
+        for engine in (engines[:1] if policy in OWN_ENGINE else engines)
+    ]
+
+
 def run_all(
     runs: Sequence[Run], progress: Callable[[int], None] = lambda served: None
 ) -> Generator[tuple[int, Result], None, None]:
     """Results as they are found, in any order, each with the index of its run.
-
 
     They are the same in any number of processes. `progress` is told how many requests of all runs
     are done. Closing this ends what still runs.

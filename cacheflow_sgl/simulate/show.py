@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cacheflow_sgl.core.simulator.setup import Engine
 from cacheflow_sgl.simulate.never_worse import NeverWorseRow
 from cacheflow_sgl.simulate.paper import PaperRow
 from cacheflow_sgl.simulate.rows import Row
@@ -25,15 +26,21 @@ _PAPER_COLUMNS = (
     "what moves it",
 )
 _LEGEND = """\
-TTFT in simulated seconds; / best: its mean over that of the better single way
+TTFT in simulated seconds
+/ best: its mean over that of the better of the policies recompute and load;
+  what is left of it with `--engine recompute,load` comes from the order
 tokens: % of prompts from device/loaded/recomputed; busy: % of time, compute/I/O"""
 
 
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Print a table for each profile and pipeline, and what its columns are."""
+    """Print a table for each profile and pipeline, what its columns are, and any overload."""
     for _, group in groupby(rows, _table):
         console.print(rows_table(list(group)))
     console.print(_LEGEND, markup=False, highlight=False, style="dim")
+    late = [row for row in rows if row.overloaded]
+    if late:
+        line = _overload(late, len(rows))
+        console.print(line, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
 
 def rows_table(rows: Sequence[Row]) -> Table:
@@ -56,13 +63,23 @@ def rows_table(rows: Sequence[Row]) -> Table:
 
 
 def label(row: Row) -> str:
-    """The policy, and its engine where it has one that it need not have."""
-    return f"{row.policy} {row.engine}" if row.engine == "v1" else row.policy
+    """The policy, and its engine where that is neither ours nor the policy's own."""
+    usual = row.engine in (Engine.STAIRCASE, row.policy)
+    return row.policy if usual else f"{row.policy} {row.engine}"
 
 
 def pipeline(row: Row) -> str:
     """Stages and boundary; empty where there is one stage."""
     return f", {row.pp} stages, boundary {row.boundary}" if row.pp > 1 else ""
+
+
+def _overload(late: Sequence[Row], rows: int) -> str:
+    """Says of the row that is furthest behind how far it is."""
+    worst = max(late, key=lambda row: row.behind_s or 0.0)
+    return (
+        f"{len(late)} of {rows} rows overloaded: {worst.arrivals_s:,.0f} s of arrivals, "
+        f"{label(worst)} {worst.behind_s:,.0f} s more; lower --speed"
+    )
 
 
 def _table(row: Row) -> tuple[str, str]:

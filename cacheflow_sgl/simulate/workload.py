@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cacheflow_sgl.core.simulator.cache import BlockCache
 from cacheflow_sgl.core.simulator.requests import Evicted, Request, Residency, together
@@ -21,6 +22,8 @@ class Prompts:
 
     prefix_tokens: tuple[int, ...]
     suffix_tokens: int
+    kv_tokens: ClassVar[None] = None
+    """No limit: all run at once."""
 
     @property
     def name(self) -> str:
@@ -51,7 +54,7 @@ class Trace:
         name: of the file, and what its lengths are where they are estimates.
         requests: in order of arrival.
         block_tokens: tokens that a hash id stands for.
-        device_tokens: KV that the device holds.
+        device_tokens: KV that the device holds: as a cache, and again of requests that run.
         tier_tokens: KV that the tier holds; None: without end.
     """
 
@@ -60,6 +63,11 @@ class Trace:
     block_tokens: int
     device_tokens: int
     tier_tokens: int | None
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that running requests may hold together."""
+        return self.device_tokens
 
     def chunk(self, chunk: int) -> int:
         """Tokens of a forward: a block, whatever the profile says."""

@@ -13,6 +13,7 @@ from cacheflow_sgl.cli import simulate as command
 from cacheflow_sgl.cli.main import app
 from cacheflow_sgl.core.batch import BatchPolicyName
 from cacheflow_sgl.core.simulator.result import Result
+from cacheflow_sgl.simulate.catalogue import profile_names
 from cacheflow_sgl.simulate.runs import Run, SimulationError
 
 TRACE = [
@@ -89,6 +90,42 @@ def test_an_engine_is_for_the_policies_without_one(tmp_path: Path):
     assert [row["engine"] for row in found] == ["cake", "v1"]
 
 
+def test_engines_share_a_table_and_own_ones_come_once(tmp_path: Path):
+    words = ("--policy", "load,cacheflow,fifo", "--engine", "recompute,staircase,load")
+    found = rows(*words, "--batch", 2, tmp_path=tmp_path)
+    names = [(row["policy"], row["engine"]) for row in found]
+    assert names == [
+        ("load", "load"),
+        *(
+            (policy, engine)
+            for policy in ("cacheflow", "fifo")
+            for engine in ("recompute", "staircase", "load")
+        ),
+    ]
+    for row in found:
+        if row["engine"] == "recompute":
+            assert row["tokens"]["loaded"] == 0
+        if row["engine"] == "load":
+            assert row["tokens"]["loaded"] == 2 * 8192
+        # Also where other rows load and nothing else: they are no policy of a single way.
+        assert row["best_single"] == "load"
+        ratio = row["ttft_s"]["mean"] / found[0]["ttft_s"]["mean"]
+        assert row["ratio_to_best_single"] == pytest.approx(ratio)
+    table = invoke(*words, "--batch", 2).stdout
+    labels = [line[2:24].strip() for line in table.splitlines() if line.startswith("   ")]
+    labels = [*filter(None, labels)]
+    assert labels == [
+        "load",
+        *("cacheflow recompute", "cacheflow", "cacheflow load"),
+        *("fifo recompute", "fifo", "fifo load"),
+    ]
+
+
+def test_only_several_stages_have_a_boundary(tmp_path: Path):
+    found = rows("--pp", "1,2", "--boundary", "off", "--policy", "load", tmp_path=tmp_path)
+    assert [(row["pp"], row["boundary"]) for row in found] == [(1, None), (2, "off")]
+
+
 def test_a_trace_is_served_at_its_times(tmp_path: Path, trace: Path):
     found = rows("--trace", trace, tmp_path=tmp_path)
     assert {(row["workload"], row["requests"], row["batch"]) for row in found} == {
@@ -98,6 +135,7 @@ def test_a_trace_is_served_at_its_times(tmp_path: Path, trace: Path):
     assert found[0]["end_s"] > 4.5
     (fast,) = rows("--trace", trace, "--speed", 10, "--policy", "load", tmp_path=tmp_path)
     assert fast["end_s"] < found[1]["end_s"] - 3
+    assert "overloaded" not in invoke("--trace", trace, "--policy", "load").stdout
     (few,) = rows("--trace", trace, "--requests", 3, "--policy", "load", tmp_path=tmp_path)
     assert few["requests"] == 3
 
@@ -109,6 +147,31 @@ def test_what_the_caches_hold_matters(tmp_path: Path, trace: Path):
     assert endless["tokens"]["loaded"] > small["tokens"]["loaded"]
 
 
+def test_the_device_also_limits_what_runs_at_once(tmp_path: Path, trace: Path):
+    words = ("--trace", trace, "--speed", 1000, "--policy", "recompute", "--device-tokens")
+    narrow, wide = (rows(*words, tokens, tmp_path=tmp_path)[0] for tokens in (3002, 200_000))
+    lasts = [row["ttft_each_s"][-1] for row in (narrow, wide)]
+    assert lasts[0] > lasts[1]
+
+
+def test_a_trace_that_comes_too_fast_says_so(tmp_path: Path):
+    lines = [
+        {"timestamp": 500 * at, "input_length": 120_000, "output_length": 1, "hash_ids": ids}
+        for at in range(4)
+        for ids in [[1000 * at + block for block in range(235)]]
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    words = ("--trace", path, "--policy", "recompute,load")
+    text = invoke(*words).stdout
+    (line,) = (line for line in text.splitlines() if "--speed" in line)
+    assert line == text.splitlines()[-1]
+    start, end = "2 of 2 rows overloaded: 2 s of arrivals, ", " s more; lower --speed"
+    assert line.startswith(start), line
+    assert line.endswith(end), line
+    assert "--speed" not in invoke(*words, "--speed", 0.01).stdout
+
+
 def test_lengths_of_text_are_said_to_be_estimates(tmp_path: Path):
     result = invoke("--trace", "demo", "--requests", 4, "--arrival", "closed", "--policy", "load")
     assert result.exit_code == 0, result.output
@@ -117,6 +180,7 @@ def test_lengths_of_text_are_said_to_be_estimates(tmp_path: Path):
 
 def test_the_table_says_what_it_stands_on():
     result = invoke("--pp", 2, "--policy", "load")
+    assert "`--engine recompute,load`" in result.stdout
     assert result.stdout.startswith("simulated on a modelled profile: h100-qwen3-8b")
     assert "2 stages, boundary exact" in result.stdout
     assert "…" not in result.stdout
@@ -138,6 +202,25 @@ def test_the_table_says_what_it_stands_on():
         (["--suffix-tokens", 0], "--suffix-tokens is 0; it must be at least 1"),
         (["--batch", "0"], "--batch: 0 is not above 0"),
         (["--pp", 5], "--pp: h100-qwen3-8b has 36 layers, not cut in 5"),
+        (["--boundary", "off", "--pp", "1"], "--boundary goes only with --pp 2 or more"),
+        (
+            ["--pp", "1,2"],
+            "--pp 2: cake is for one stage; "
+            "--policy may be recompute, load, fifo, longest, cacheflow",
+        ),
+        (
+            ["--pp", 2, "--policy", "load,fifo", "--engine", "load,v1"],
+            "--pp 2: v1 is for one stage; --engine may be staircase, recompute, load",
+        ),
+        (["--engine", "cake"], "--engine: 'cake' is none of staircase, v1, recompute, load"),
+        (
+            ["--policy", "load,cake", "--engine", "v1"],
+            "--engine goes only with --policy fifo, longest or cacheflow",
+        ),
+        (
+            ["--mixed", "--prefix-tokens", "512,1024,2048", "--batch", "3,2"],
+            "--mixed: a batch of 2 has no room for 3 lengths; ask for --batch 3 or more",
+        ),
         (["--boundary", "half"], "--boundary: 'half' is none of exact, off, off_serial"),
         (["--speed", 2], "--speed goes only with --trace"),
         (["--host-tokens", 1], "--host-tokens goes only with --trace"),
@@ -145,7 +228,7 @@ def test_the_table_says_what_it_stands_on():
         (["--trace", "demo", "--speed", 0], "--speed is 0.0; it must be above 0"),
         (["--trace", "demo", "--speed", "nan"], "--speed is nan; it must be above 0"),
         (["--trace", "demo", "--requests", 0], "--requests is 0; it must be at least 1"),
-        (["--trace", "nowhere"], "nowhere: no such file or folder"),
+        (["--trace", "nowhere"], "--trace: nowhere: no such file or folder"),
         (["--timeline", "t.json"], "--timeline draws one row, and these are 4: ask for one"),
         (["--plot", "out.docx"], "out.docx: the name of a plot must end in one of"),
         (["--json", "nowhere/out.json"], "nowhere/out.json: not a file in an existing folder"),
@@ -164,20 +247,31 @@ def test_wrong_arguments_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_profiles_that_are_not_there_or_wrong_are_one_line(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--profile is missing"),
+        (["--profile", "b200"], "no profile 'b200'"),
+        (["--never-worse", "--profile", "b200"], "no profile 'b200'"),
+    ],
+)
+def test_a_profile_that_is_not_there_lists_those_that_are(words: list[str], message: str):
+    result = CliRunner().invoke(app, ["simulate", *words])
+    assert result.exit_code == 2
+    first, *names = result.stderr.splitlines()
+    assert first == f"cacheflow: {message}; there are:"
+    assert " ".join(name.strip() for name in names).split(", ") == profile_names()
+    assert max(map(len, names)) <= 80
+    assert all(name.startswith("  ") for name in names)
+
+
+def test_files_that_are_wrong_are_one_line(tmp_path: Path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.json").write_text('{"format": 2}')
-    for profile, message in (
-        ("b200", "no profile 'b200'; there are: a100-llama-3.1-8b"),
-        (str(tmp_path / "bad.json"), f"{tmp_path / 'bad.json'}: "),
-    ):
-        result = invoke(profile=profile)
-        assert result.exit_code == 2
-        assert result.stderr.startswith(f"cacheflow: {message}")
-        assert len(result.stderr.splitlines()) == 1
-    missing = CliRunner().invoke(app, ["simulate"])
-    assert missing.exit_code == 2
-    assert missing.stderr.startswith("cacheflow: --profile is missing; there are: a100")
+    result = invoke(profile=str(tmp_path / "bad.json"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"cacheflow: {tmp_path / 'bad.json'}: ")
+    assert len(result.stderr.splitlines()) == 1
     empty = invoke("--trace", tmp_path / "empty.jsonl")
     assert empty.exit_code == 2
     assert "no usable session" in empty.stderr

@@ -1,22 +1,27 @@
 import io
 import itertools
+from dataclasses import replace
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from cacheflow_sgl.core.batch import BatchPolicyName
-from cacheflow_sgl.core.simulator.setup import Boundary
-from cacheflow_sgl.simulate.rows import Environment, Row
+from cacheflow_sgl.core.simulator.requests import Request
+from cacheflow_sgl.core.simulator.setup import Boundary, Engine
+from cacheflow_sgl.simulate.rows import Environment, Row, rows_of
+from cacheflow_sgl.simulate.runs import runs_of
 from cacheflow_sgl.simulate.show import print_rows
-from cacheflow_sgl.simulate.workload import Prompts
+from cacheflow_sgl.simulate.workload import Prompts, Trace
 
 from .stand import case, rows, short_trace
 
 
 @pytest.fixture(scope="module")
 def given_rows() -> list[Row]:
-    return rows(case(), case(gbps=40), case(Prompts((2048, 8192), 64), stages=2))
+    no_cake = tuple(map(BatchPolicyName, ("recompute", "load", "fifo", "cacheflow")))
+    stages = case(Prompts((2048, 8192), 64), stages=2)
+    return [*rows(case(), case(gbps=40)), *rows(stages, policies=no_cake)]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,72 @@ def test_without_a_single_way_there_is_no_ratio():
     assert row.ratio_to_best_single is None
     assert row.best_single is None
     assert " - " in shown([row])
+
+
+def arriving(requests: list[Request]) -> Row:
+    (row,) = rows(
+        case(Trace("t", requests, 512, 10**6, None)), policies=(BatchPolicyName.RECOMPUTE,)
+    )
+    return row
+
+
+def test_a_trace_is_overloaded_where_much_is_left_after_its_last_arrival(given_rows):
+    long = [Request(at, 5.0 + at / 2, 20_000, 2000) for at in range(8)]
+    row = arriving(long)
+    assert row.arrivals_s == 3.5
+    # Until the last first token: that the last answer is long is no overload.
+    ends = [request.at_s + ttft for request, ttft in zip(long, row.ttft_each_s, strict=True)]
+    assert row.behind_s == pytest.approx(max(ends) - 8.5)
+    assert row.behind_s < row.end_s - 8.5 - 10
+    assert row.overloaded
+    few = arriving(long[:2])
+    assert few.arrivals_s < few.behind_s < 10 < row.behind_s
+    assert not few.overloaded, "what is left is no more than a server may have to do"
+    slow = [replace(request, at_s=40 * request.at_s) for request in long]
+    assert arriving(slow).behind_s < row.behind_s
+    assert not arriving(slow).overloaded
+    assert {(each.arrivals_s, each.behind_s) for each in given_rows} == {(None, None)}
+    assert not any(each.overloaded for each in given_rows)
+
+
+def test_what_comes_at_once_or_waits_for_another_turn_is_no_overload():
+    together = [Request(at, 0.0, 120_000) for at in range(4)]
+    assert arriving(together).behind_s > 10
+    assert not arriving(together).overloaded
+    turns = [
+        Request(0, 0.0, 1000),
+        Request(1, 1.0, 1000),
+        *(Request(at, 0.0, 120_000, after=at - 1) for at in range(2, 6)),
+    ]
+    row = arriving(turns)
+    assert row.arrivals_s == 1
+    assert row.behind_s < 1 < 10 < row.end_s
+    assert not row.overloaded
+
+
+def test_overload_is_one_line_that_names_the_worst(trace_rows):
+    late = [
+        msgspec.structs.replace(trace_rows[at], arrivals_s=3600.0, behind_s=behind_s)
+        for at, behind_s in ((0, 3000.0), (1, 43210.0))
+    ]
+    (line,) = (line for line in shown([*late, *trace_rows]).splitlines() if "--speed" in line)
+    assert line == (
+        "2 of 10 rows overloaded: 3,600 s of arrivals, load 43,210 s more; lower --speed"
+    )
+    text = shown(trace_rows)
+    assert "--speed" not in text
+    assert "recompute and load;\n" in text, "lines of the legend are not broken"
+
+
+def test_ratios_are_over_policies_not_engines():
+    policies = (BatchPolicyName.LOAD, BatchPolicyName.FIFO)
+    engines = (Engine.RECOMPUTE, Engine.STAIRCASE)
+    runs = runs_of([case(Prompts((8192,) * 2, 64))], policies, engines)
+    found = rows_of([(run, run.result()) for run in runs])
+    assert found[1].ttft_s.mean < found[0].ttft_s.mean, "recompute is the better single way here"
+    for row in found:
+        assert row.best_single == "load"
+        assert row.ratio_to_best_single == row.ttft_s.mean / found[0].ttft_s.mean
 
 
 def test_tokens_add_up(given_rows, trace_rows):

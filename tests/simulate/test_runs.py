@@ -1,4 +1,5 @@
 import multiprocessing
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -6,8 +7,10 @@ import pytest
 from cacheflow_sgl.core.batch import BatchPolicyName
 from cacheflow_sgl.core.profiles import LayerThreshold
 from cacheflow_sgl.core.simulator.setup import Boundary, Engine
+from cacheflow_sgl.core.simulator.simulation import Simulation
+from cacheflow_sgl.core.simulator.world import Link, World
 from cacheflow_sgl.simulate import runs as module
-from cacheflow_sgl.simulate.runs import NamedLink, Run, run_all
+from cacheflow_sgl.simulate.runs import ON_ONE_STAGE, NamedLink, Run, run_all, runs_of
 from cacheflow_sgl.simulate.workload import Prompts
 
 from .stand import POLICIES, PROFILE, case, short_trace
@@ -32,12 +35,44 @@ def test_a_faster_link_loads_sooner():
 
 @pytest.mark.parametrize("policy", BatchPolicyName)
 def test_only_policies_without_an_engine_take_the_one_asked_for(policy):
-    setup = Run(case(stages=2, boundary=Boundary.OFF), policy, Engine.V1, record=True).setup()
+    run = Run(case(stages=2, boundary=Boundary.OFF), policy, Engine.V1, record=True)
+    setup = run.setup()
+    assert setup.engine is run.restored_by
     single = policy.value in ("recompute", "load", "cake")
     assert setup.engine == (policy.value if single else "v1")
     assert (setup.policy, setup.stages, setup.boundary) == (policy, 2, Boundary.OFF)
     assert setup.record
     assert (setup.layer_threshold > 0) == (not single)
+
+
+def test_every_policy_runs_with_every_engine_but_its_own_once():
+    policies = [BatchPolicyName.CAKE, BatchPolicyName.FIFO]
+    cases, engines = [case(), case(gbps=40)], [Engine.LOAD, Engine.V1]
+    found = runs_of(cases, policies, engines, record=True)
+    assert [(run.case, run.policy, run.restored_by) for run in found] == [
+        (each, policy, engine)
+        for each in cases
+        for policy, engine in (
+            (BatchPolicyName.CAKE, Engine.CAKE),
+            (BatchPolicyName.FIFO, Engine.LOAD),
+            (BatchPolicyName.FIFO, Engine.V1),
+        )
+    ]
+    assert all(run.record for run in found)
+
+
+@pytest.mark.parametrize("engine", Engine)
+def test_the_simulator_refuses_stages_to_the_same_engines(engine):
+    setup = replace(Run(case(stages=2), BatchPolicyName.FIFO).setup(), engine=engine)
+    world = World.of(PROFILE, [Link(0.0, 1e9)])
+    with pytest.raises(ValueError) if engine in ON_ONE_STAGE else nullcontext():
+        Simulation(world, setup, [], case().workload.residency(512))
+
+
+def test_what_runs_at_once_fits_the_device_of_a_trace():
+    policy = BatchPolicyName.FIFO
+    assert Run(case(short_trace(8)), policy).setup().kv_tokens == 8192
+    assert Run(case(), policy).setup().kv_tokens is None
 
 
 @pytest.mark.parametrize("threshold", PROFILE.layer_thresholds, ids=str)
