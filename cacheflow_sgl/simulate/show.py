@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cacheflow_sgl.core.simulator.setup import Engine
 from cacheflow_sgl.simulate.never_worse import NeverWorseRow
-from cacheflow_sgl.simulate.paper import PaperRow
+from cacheflow_sgl.simulate.paper import COMMON_PROFILE, COMMON_SUFFIX_TOKENS, PaperRow
 from cacheflow_sgl.simulate.rows import Row
 
 _PAPER_COLUMNS = (
@@ -22,6 +22,7 @@ _PAPER_COLUMNS = (
     "simulated",
     "difference",
     "within",
+    "common",
     "assumed",
     "what moves it",
 )
@@ -144,15 +145,23 @@ def paper_markdown(rows: Sequence[PaperRow], command: str, date: str) -> str:
         "  plausible ones, so `within` says that such conditions exist, not that they were the",
         "  paper's.",
         "- The cost profiles were fitted to Cake's four points and committed before this was run.",
+        f"- `common`: with {COMMON_PROFILE} and {COMMON_SUFFIX_TOKENS} new tokens in every row.",
+        "- Ours is `cacheflow` as it is here (by cells, shortest first), also in rows about v1.",
+        "- All forwards are of 512 tokens, as Cake's; larger ones help recompute, most with MoE.",
         "",
         f"| {' | '.join(_PAPER_COLUMNS)} |",
         f"|{len(_PAPER_COLUMNS) * '---|'}",
     ]
     lines += [
-        f"| {row.what} | {row.grade} | {' | '.join(_beside(row))} | {row.assumed} | {row.why} |"
+        f"| {row.what} | {row.grade} | {' | '.join(_beside(row))} | {_common(row)} "
+        f"| {row.assumed} | {row.why} |"
         for row in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _common(row: PaperRow) -> str:
+    return "-" if row.common is None else f"{_figure(row.common)} {row.unit}"
 
 
 def _beside(row: PaperRow) -> tuple[str, str, str, str]:

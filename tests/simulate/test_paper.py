@@ -22,6 +22,7 @@ ROW = PaperRow(
     difference=1.5 / 1.1 - 1,
     within=False,
     assumed="one GPU",
+    common=1.3,
     why="the suffix",
 )
 
@@ -66,7 +67,8 @@ def test_markdown_holds_every_column() -> None:
     text = paper_markdown([ROW], "cacheflow simulate --paper", "2026-11-30")
     assert "Made by `cacheflow simulate --paper` on 2026-11-30" in text
     assert text.splitlines()[-1] == (
-        "| v1: 6k tokens, over recompute | S | 1.1 x | 1.5 x | +36.4% | no | one GPU | the suffix |"
+        "| v1: 6k tokens, over recompute | S | 1.1 x | 1.5 x | +36.4% | no | 1.3 x "
+        "| one GPU | the suffix |"
     )
 
 
