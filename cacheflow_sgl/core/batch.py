@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -57,17 +58,13 @@ class Candidate:
     compute_s: float
     """Predicted seconds to compute all of its unclaimed prefix tokens."""
     load_s: float
-    """Predicted seconds to load all of them that a tier has, alone on its link."""
+    """Predicted seconds to load all of them that tiers have, alone on its links."""
     suffix_s: float
     """Predicted seconds of prefill once the prefix is back."""
-    saving: float
-    """Recompute seconds that its next load claim saves per second of link time."""
-    tier: int
-    """Link of its next load claim."""
     can_compute: bool
     """A compute claim, of prefix or suffix, is possible now."""
-    can_load: bool
-    """A load claim is possible now."""
+    tiers: tuple[int, ...]
+    """Those on whose links a load claim is possible now."""
     step_s: float = 0.0
     """Predicted seconds of its next compute claim."""
     step_load_s: float = 0.0
@@ -128,8 +125,8 @@ class Batch:
         self._beginnings = count()
         self._compute = _Queue()
         self._loads: dict[int, _Queue] = {}
-        self._tier: dict[str, int] = {}
-        """In which queue of `_loads` a request is."""
+        self._tiers: dict[str, tuple[int, ...]] = {}
+        """In which queues of `_loads` a request is."""
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -153,7 +150,7 @@ class Batch:
         del self._candidates[rid]
         self._begun.pop(rid, None)
         self._compute.drop(rid)
-        self._leave_link(rid)
+        self._leave_links(rid)
 
     def next_compute(self, now_s: float) -> Candidate | None:
         """Whose claim the compute lane should run next, at `now_s`; it has begun from now on.
@@ -177,15 +174,15 @@ class Batch:
     def _may_compute(self, candidate: Candidate) -> bool:
         return candidate.can_compute
 
-    def _may_load(self, candidate: Candidate) -> bool:
-        return candidate.can_load
+    def _may_load_from(self, candidate: Candidate) -> tuple[int, ...]:
+        return candidate.tiers
 
     def _compute_key(self, candidate: Candidate) -> Key:
         """Least first, among those that have begun and among those that haven't."""
         return (candidate.order,)
 
-    def _load_key(self, candidate: Candidate) -> Key:
-        """Least first."""
+    def _load_key(self, candidate: Candidate, tier: int) -> Key:
+        """Least first, on the link of `tier`."""
         return (candidate.order,)
 
     # -- inside
@@ -196,13 +193,12 @@ class Batch:
             self._compute.put(rid, self._rank(candidate))
         else:
             self._compute.drop(rid)
-        if not self._may_load(candidate):
-            self._leave_link(rid)
-            return
-        if self._tier.get(rid) != candidate.tier:
-            self._leave_link(rid)
-            self._tier[rid] = candidate.tier
-        self._loads.setdefault(candidate.tier, _Queue()).put(rid, self._load_key(candidate))
+        tiers = self._may_load_from(candidate)
+        if self._tiers.get(rid) != tiers:
+            self._leave_links(rid)
+            self._tiers[rid] = tiers
+        for tier in tiers:
+            self._loads.setdefault(tier, _Queue()).put(rid, self._load_key(candidate, tier))
 
     def _begin(self, rid: str) -> Candidate:
         candidate = self._candidates[rid]
@@ -218,17 +214,16 @@ class Batch:
         """Those that have begun first, in the order in which they did."""
         return self._begun.get(rid, math.inf)
 
-    def _leave_link(self, rid: str) -> None:
-        tier = self._tier.pop(rid, None)
-        if tier is not None:
+    def _leave_links(self, rid: str) -> None:
+        for tier in self._tiers.pop(rid, ()):
             self._loads[tier].drop(rid)
 
 
 class _Recompute(Batch):
     """Loads nothing."""
 
-    def _may_load(self, candidate: Candidate) -> bool:
-        return False
+    def _may_load_from(self, candidate: Candidate) -> tuple[int, ...]:
+        return ()
 
 
 class _Load(Batch):
@@ -256,11 +251,11 @@ class _Load(Batch):
 
 
 class _Cake(Batch):
-    """A link goes round: the one whose last turn is longest ago loads next."""
+    """A link goes round: the one whose last turn on it is longest ago loads next."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._turn: dict[str, int] = {}
+        self._turn: dict[str, dict[int, int]] = defaultdict(dict)
         self._clock = count(1)
 
     def remove(self, rid: str) -> None:
@@ -270,18 +265,18 @@ class _Cake(Batch):
     def next_load(self, tier: int) -> Candidate | None:
         candidate = super().next_load(tier)
         if candidate is not None:
-            self._turn[candidate.rid] = next(self._clock)
+            self._turn[candidate.rid][tier] = next(self._clock)
             self._file(candidate)
         return candidate
 
-    def _load_key(self, candidate: Candidate) -> Key:
-        return (self._turn.get(candidate.rid, 0), candidate.order)
+    def _load_key(self, candidate: Candidate, tier: int) -> Key:
+        return (self._turn[candidate.rid].get(tier, 0), candidate.order)
 
 
 class _Longest(Batch):
     """Loads for the one with the most left to compute."""
 
-    def _load_key(self, candidate: Candidate) -> Key:
+    def _load_key(self, candidate: Candidate, tier: int) -> Key:
         return (-candidate.compute_s, candidate.order)
 
 
@@ -340,7 +335,8 @@ class _CacheFlow(Batch):
     more than it saves (`_crowds_out`): a busy server loads, an idle one splits.
 
     `pytest -s tests/core/test_reference.py` prints its regret to `reference.optimum` beside that of
-    the others, for batches that arrive together; prices of what is still to come play no part there.
+    the others, for batches that arrive together; prices of what is still to come play no part
+    there.
     """
 
     def __init__(self) -> None:
@@ -427,7 +423,7 @@ class _CacheFlow(Batch):
     def _compute_key(self, candidate: Candidate) -> Key:
         return (self._key[candidate.rid], candidate.order)
 
-    def _load_key(self, candidate: Candidate) -> Key:
+    def _load_key(self, candidate: Candidate, tier: int) -> Key:
         return (self._turn_of(candidate.rid), self._key[candidate.rid], candidate.order)
 
 

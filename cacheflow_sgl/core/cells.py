@@ -13,6 +13,9 @@ see `staircase`). A cell is the KV of one chunk at one layer.
 Compute needs the layers below of all chunks before, so it never goes higher in a chunk than in the
 one before it. A chunk that no tier has, or of which a load failed, is a hole: compute takes all its
 layers at once, when all before it is there.
+
+Each tier has its own link, and loads of a tier go on by themselves: its rests, then its own tail.
+Where chunks of another tier lie behind that tail, compute can't pass what was loaded of it.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from cacheflow_sgl.core.geometry import Span
+from cacheflow_sgl.core.staircase import HOLE
 
 
 class ComputeCells(NamedTuple):
@@ -54,7 +58,7 @@ class _Chunk:
     `low` is `computed` but for loads that came upward; loads that came downward have [high, L).
     """
 
-    hole: bool
+    tier: int
     high: int
     low: int = 0
     computed: int = 0
@@ -62,6 +66,10 @@ class _Chunk:
     landed: int = 0
     in_flight: int = 0
     """Loads, not layers."""
+
+    @property
+    def hole(self) -> bool:
+        return self.tier == HOLE
 
     @property
     def unclaimed(self) -> int:
@@ -83,6 +91,16 @@ class _Chunk:
         return self.computed + self.landed
 
 
+@dataclass(slots=True)
+class _Queue:
+    """Chunks of one tier in the order in which loads take them; some may have no room any more."""
+
+    rests: deque[int] = field(default_factory=deque)
+    """Those of which loads have to bring the rest, front to back."""
+    tails: deque[int] = field(default_factory=deque)
+    """The others: segment by segment, each from its tail."""
+
+
 class CellClaims:
     """Claims on the cells of one restore, of J chunks and L layers; counts are in cells.
 
@@ -91,31 +109,31 @@ class CellClaims:
     computed or landed.
     """
 
-    def __init__(self, chunks: Sequence[Span], layers: int, loadable: Sequence[bool]) -> None:
-        """`ValueError` unless the chunks follow each other and `loadable` has one answer for each.
+    def __init__(self, chunks: Sequence[Span], layers: int, tiers: Sequence[int]) -> None:
+        """`ValueError` unless the chunks follow each other and there is a tier for each.
 
         Args:
             chunks: the chunks of the restore, front to back.
             layers: layers of the model, or of this pipeline stage.
-            loadable: whether a tier has the chunk; one that none has is a hole.
+            tiers: of each chunk the tier that it is loaded from, or `HOLE`.
         """
         if not chunks or layers < 1:
             raise ValueError(f"nothing to restore: {len(chunks)} chunks of {layers} layers")
         if any(low.stop != high.start for low, high in pairwise(chunks)):
             raise ValueError(f"chunks must follow each other without gaps: {chunks}")
-        if len(loadable) != len(chunks):
-            raise ValueError(f"{len(chunks)} chunks, but loadable says so of {len(loadable)}")
+        if len(tiers) != len(chunks):
+            raise ValueError(f"{len(chunks)} chunks, but tiers of {len(tiers)}")
         self._spans = tuple(chunks)
         self._layers = layers
-        self._chunks = [_Chunk(hole=not there, high=layers) for there in loadable]
+        self._chunks = [_Chunk(tier, high=layers) for tier in tiers]
         self._next = 0  # no chunk before it needs compute
         self._there = 0  # all cells before this chunk are there, and stay so
-        self._rests: deque[int] = deque()  # chunks of which loads have to bring the rest
+        self._queues = {tier: _Queue() for tier in set(tiers) - {HOLE}}
         self._running: set[LoadCells | ComputeCells] = set()
         self._loads = 0
-        self._unclaimed = sum(loadable) * layers
+        self._unclaimed = sum(tier != HOLE for tier in tiers) * layers
         self._computed = self._loaded = self._wasted = 0
-        self._tail = self._look_up_tail() if self._unclaimed else 0  # what loads take downward
+        self._queue_tails()
         self._lock = threading.Lock()
 
     # -- the compute lane (one thread)
@@ -138,7 +156,7 @@ class CellClaims:
             chunk.computing = True
             if not chunk.hole:
                 self._unclaimed -= chunk.computed
-                self._rests.append(number)
+                self._queues[chunk.tier].rests.append(number)
             chunk.low = chunk.computed
             claim = ComputeCells(number, chunk.computed)
             self._running.add(claim)
@@ -157,17 +175,19 @@ class CellClaims:
 
     # -- I/O lanes (any thread)
 
-    def claim_load(self, layers: int) -> LoadCells | None:
-        """Claim up to `layers` layers of one chunk.
+    def claim_load(self, layers: int, tier: int) -> LoadCells | None:
+        """Claim up to `layers` layers of one chunk of a tier.
 
         First, upward, the rest of chunks that compute has claimed a part of, front to back. Then,
-        downward, the last chunk with room before the next hole. None where nothing is left to load,
-        or `layers` is less than 1. Each claim must end in `landed` or `failed`.
+        downward, the last chunk with room of the front-most segment that has one; holes are between
+        segments. None where nothing is left to load from the tier, or `layers` is less than 1. Each
+        claim must end in `landed` or `failed`.
         """
         with self._lock:
-            if layers < 1 or not self._unclaimed:
+            number = self._next_load(tier)
+            if layers < 1 or number is None:
                 return None
-            claim = self._rest(layers) or self._from_tail(layers)
+            claim = self._take(number, layers)
             self._chunks[claim.chunk].in_flight += 1
             self._unclaimed -= claim.layers
             self._loads += 1
@@ -194,6 +214,7 @@ class CellClaims:
         with self._lock:
             if not self._end_load(cells).hole:
                 self._make_hole(cells.chunk)
+                self._queue_tails()
 
     def stop_loading(self) -> None:
         """No load claims from now on: chunks with unclaimed cells become holes.
@@ -235,18 +256,14 @@ class CellClaims:
             number = self._next_chunk()
             return 0 if number is None else self._free(number)
 
-    @property
-    def next_load(self) -> int | None:
+    def next_load(self, tier: int) -> int | None:
         """The chunk that `claim_load` would take a part of now; None where nothing is left."""
         with self._lock:
-            if not self._unclaimed:
-                return None
-            number = self._first_rest()
-            return self._room_at_tail() if number is None else number
+            return self._next_load(tier)
 
     @property
     def unclaimed_load(self) -> int:
-        """Cells that loads may still claim; compute may come before them."""
+        """Cells that loads may still claim, of all tiers; compute may come before them."""
         with self._lock:
             return self._unclaimed
 
@@ -306,47 +323,39 @@ class CellClaims:
         waits = self._there < number or chunk.computing or chunk.in_flight
         return 0 if waits else self._layers
 
-    def _first_rest(self) -> int | None:
-        """The first chunk of which loads have to bring a rest that is unclaimed."""
-        while self._rests:
-            chunk = self._chunks[self._rests[0]]
-            if not chunk.hole and chunk.unclaimed:
-                return self._rests[0]
-            self._rests.popleft()
-        return None
-
-    def _rest(self, layers: int) -> LoadCells | None:
-        number = self._first_rest()
-        if number is None:
+    def _next_load(self, tier: int) -> int | None:
+        queue = self._queues.get(tier)
+        if queue is None:
             return None
+        while queue.rests:
+            chunk = self._chunks[queue.rests[0]]
+            if not chunk.hole and chunk.unclaimed:
+                return queue.rests[0]
+            queue.rests.popleft()
+        while queue.tails and not self._chunks[queue.tails[0]].has_room:
+            queue.tails.popleft()
+        return queue.tails[0] if queue.tails else None
+
+    def _take(self, number: int, layers: int) -> LoadCells:
+        """Claim from the bottom of a rest, or else from the top."""
         chunk = self._chunks[number]
-        claim = LoadCells(number, chunk.low, min(chunk.low + layers, chunk.high))
-        chunk.low = claim.stop
+        if chunk.computed:
+            claim = LoadCells(number, chunk.low, min(chunk.low + layers, chunk.high))
+            chunk.low = claim.stop
+        else:
+            claim = LoadCells(number, max(chunk.high - layers, 0), chunk.high)
+            chunk.high = claim.start
         return claim
 
-    def _room_at_tail(self) -> int:
-        """The chunk that loads take downward."""
-        if not self._chunks[self._tail].has_room:
-            below = self._tail - 1
-            same_run = below >= 0 and self._chunks[below].has_room
-            self._tail = below if same_run else self._look_up_tail()
-        return self._tail
-
-    def _from_tail(self, layers: int) -> LoadCells:
-        number = self._room_at_tail()
-        chunk = self._chunks[number]
-        claim = LoadCells(number, max(chunk.high - layers, 0), chunk.high)
-        chunk.high = claim.start
-        return claim
-
-    def _look_up_tail(self) -> int:
-        """The last chunk of the first run of chunks with room."""
-        number = self._next
-        while not self._chunks[number].has_room:
-            number += 1
-        while number + 1 < len(self._chunks) and self._chunks[number + 1].has_room:
-            number += 1
-        return number
+    def _queue_tails(self) -> None:
+        """Sort what loads take downward: to be done again when there is a new hole."""
+        for queue in self._queues.values():
+            queue.tails.clear()
+        numbers = range(len(self._chunks))
+        for hole, segment in groupby(numbers, key=lambda number: self._chunks[number].hole):
+            if not hole:
+                for number in reversed(list(segment)):
+                    self._queues[self._chunks[number].tier].tails.append(number)
 
     def _make_hole(self, number: int) -> None:
         chunk = self._chunks[number]
@@ -355,7 +364,7 @@ class CellClaims:
         self._loaded -= chunk.landed
         self._wasted += computed + chunk.landed
         self._unclaimed -= chunk.unclaimed
-        chunk.hole, chunk.low, chunk.high = True, 0, self._layers
+        chunk.tier, chunk.low, chunk.high = HOLE, 0, self._layers
         chunk.computed = chunk.landed = 0
         self._next = min(self._next, number)
 
@@ -406,14 +415,22 @@ class CellClaims:
         )
         if counts != counted:
             return f"computed, loaded, unclaimed, loads are {counted}, not {counts}"
+        for number, chunk in enumerate(chunks):
+            if not chunk.hole and chunk.unclaimed and not self._is_queued(number):
+                return f"no load would come for the rest of chunk {number}"
         if any(chunk.needs_compute for chunk in chunks[: self._next]):
             return "compute has passed a chunk"
         if any(chunk.there < self._layers for chunk in chunks[: self._there]):
             return "cells are missing before a hole"
         return None
 
+    def _is_queued(self, number: int) -> bool:
+        chunk = self._chunks[number]
+        queue = self._queues[chunk.tier]
+        return number in (queue.rests if chunk.computed else queue.tails)
+
     def _picture(self) -> str:
         lines = [f"{self._layers} layers, next {self._next}, there {self._there}"]
         lines += [f"{number}: {chunk}" for number, chunk in enumerate(self._chunks)]
-        lines += [f"running {self._running}, rests {self._rests}, wasted {self._wasted}"]
+        lines += [f"running {self._running}, queues {self._queues}, wasted {self._wasted}"]
         return "\n".join(lines)

@@ -255,7 +255,7 @@ class _Run:
         """When either lane is through with its last claim here; infinite where it is elsewhere."""
         self.suffix_begun = False
         self.candidate = Candidate(
-            str(order), order, arrived_s, 0.0, 0.0, curve.suffix_s, 0.0, 0, True, True
+            str(order), order, arrived_s, 0.0, 0.0, curve.suffix_s, can_compute=True, tiers=(0,)
         )
 
     def compute(self, now: float) -> float:
@@ -284,13 +284,12 @@ class _Run:
         seen.step_load_s = self._load_s(low) - self._load_s(low + 1) if left else 0.0
         loads_done = max(self.loading_until, now) + seen.load_s
         if left:
-            load_s = self._load_s(high - 1)
-            saved_s = float(self.curve.compute_s[high] - self.curve.compute_s[high - 1])
-            seen.saving = saved_s / load_s if load_s else math.inf
-            seen.can_load = now + load_s <= max(self.computing_until, now) + seen.compute_s
+            landed_s = now + self._load_s(high - 1)
+            in_time = landed_s <= max(self.computing_until, now) + seen.compute_s
+            seen.tiers = (0,) if in_time else ()
             seen.can_compute = now + seen.step_s <= loads_done
         else:
-            seen.can_load = False
+            seen.tiers = ()
             landed = self.loading_until <= now or self.loading_until == math.inf
             seen.can_compute = landed and not self.suffix_begun
         seen.ready_s = math.inf if seen.can_compute or self.suffix_begun else loads_done

@@ -23,10 +23,8 @@ def candidate(order: int, **facts: Any) -> Candidate:
         "compute_s": 1.0,
         "load_s": 1.0,
         "suffix_s": 0.1,
-        "saving": 1.0,
-        "tier": 0,
         "can_compute": True,
-        "can_load": True,
+        "tiers": (0,),
     }
     return Candidate(**plain | facts)
 
@@ -61,18 +59,18 @@ def test_an_empty_batch_names_nobody(name: str) -> None:
 
 @everyone
 def test_nobody_is_named_who_cannot(name: str) -> None:
-    waiting = filled(name, candidate(0, can_compute=False, can_load=False, load_s=0.0))
+    waiting = filled(name, candidate(0, can_compute=False, tiers=(), load_s=0.0))
     assert computes(waiting) is None
     assert loads(waiting) is None
 
 
 @everyone
 def test_links_are_separate(name: str) -> None:
-    here, there = candidate(0, tier=0), candidate(1, tier=1)
+    here, there = candidate(0, tiers=(0,)), candidate(1, tiers=(1,))
     waiting = filled(name, here, there)
     expected = (None, None) if name == "recompute" else ("0", "1")
     assert (loads(waiting, 0), loads(waiting, 1)) == expected
-    here.tier = 1
+    here.tiers = (1,)
     waiting.update(here)
     assert loads(waiting, 0) is None
     waiting.remove("1")
@@ -80,8 +78,21 @@ def test_links_are_separate(name: str) -> None:
 
 
 @everyone
+def test_a_request_in_two_tiers_is_named_to_both_links(name: str) -> None:
+    both = candidate(0, tiers=(1, 0))
+    waiting = filled(name, both)
+    named = None if name == "recompute" else "0"
+    assert (loads(waiting, 0), loads(waiting, 1)) == (named, named)
+    both.tiers = (0,)
+    waiting.update(both)
+    assert (loads(waiting, 0), loads(waiting, 1)) == (named, None)
+    waiting.remove("0")
+    assert loads(waiting, 0) is loads(waiting, 1) is None
+
+
+@everyone
 def test_a_removed_request_is_never_named(name: str) -> None:
-    waiting = filled(name, candidate(0), candidate(1, load_s=0.0, can_load=False))
+    waiting = filled(name, candidate(0), candidate(1, load_s=0.0, tiers=()))
     computes(waiting)
     for rid in ("0", "1"):
         waiting.remove(rid)
@@ -123,7 +134,7 @@ def test_load_computes_what_is_loaded_in_that_order() -> None:
     waiting = filled("load", first, second)
     assert (computes(waiting), loads(waiting)) == (None, "0")
     for done in (second, first):
-        done.load_s, done.compute_s, done.can_load = 0.0, 0.0, False
+        done.load_s, done.compute_s, done.tiers = 0.0, 0.0, ()
         waiting.update(done)
     assert computes(waiting) == "1"
     waiting.remove("1")
@@ -138,6 +149,12 @@ def test_cake_goes_round() -> None:
     assert computes(waiting) == "0"
 
 
+def test_cake_goes_round_on_each_link_by_itself() -> None:
+    waiting = filled("cake", candidate(0, tiers=(0, 1)), candidate(1, tiers=(1,)))
+    assert [loads(waiting) for _ in range(3)] == ["0", "0", "0"]
+    assert [loads(waiting, 1) for _ in range(3)] == ["0", "1", "0"]
+
+
 def test_longest_loads_for_the_most_work_left() -> None:
     short, long = candidate(0), candidate(1, compute_s=3.0)
     waiting = filled("longest", short, long)
@@ -148,9 +165,9 @@ def test_longest_loads_for_the_most_work_left() -> None:
 
 
 def test_cacheflow_serves_the_soonest_done_on_both_lanes() -> None:
-    waiting = filled("cacheflow", candidate(0, load_s=5.0), candidate(1), candidate(2, saving=9.0))
+    waiting = filled("cacheflow", candidate(0, load_s=5.0), candidate(1), candidate(2))
     assert (computes(waiting), loads(waiting)) == ("1", "1")
-    waiting.update(candidate(1, can_load=False))
+    waiting.update(candidate(1, tiers=()))
     assert loads(waiting) == "2"
 
 
@@ -192,9 +209,8 @@ facts = st.fixed_dictionaries(
     {
         "compute_s": st.integers(0, 4).map(float),
         "load_s": st.integers(0, 4).map(float),
-        "tier": st.integers(0, 1),
         "can_compute": st.booleans(),
-        "can_load": st.booleans(),
+        "tiers": st.sampled_from([(), (0,), (1,), (0, 1), (1, 0)]),
         "ready_s": st.sampled_from([0.5, 1.5, float("inf")]),
         "step_s": st.sampled_from([0.0, 1.0, 2.0]),
         "step_load_s": st.sampled_from([0.0, 1.0, 2.0]),
@@ -277,7 +293,7 @@ def test_heaps_agree_with_a_look_at_all(  # noqa: C901
             if begins and expected and expected.order not in begun:
                 begun.append(expected.order)
         for tier in (0, 1):
-            able = [each for each in known.values() if each.can_load and each.tier == tier]
+            able = [each for each in known.values() if tier in each.tiers]
             assert waiting.next_load(tier) is min(able, key=load_place, default=None)
 
 
@@ -315,12 +331,11 @@ def test_a_busy_lane_computes_no_prefix_that_can_be_loaded() -> None:
 def test_decision_times(name: str) -> None:
     waiting = filled(name, *(candidate(order, compute_s=1.0 + order) for order in range(256)))
     times = []
-    for round_ in range(5000):
+    for _ in range(5000):
         start = time.perf_counter()
         for chosen in (waiting.next_compute(0.0), waiting.next_load(0)):
             if chosen is not None:
                 chosen.compute_s -= 1e-3
-                chosen.saving = 1.0 / (round_ + 1)
                 waiting.update(chosen)
         times.append((time.perf_counter() - start) * 1e6 / 2)
     print(f"\n{name}: {statistics.median(times):.1f} us a decision with its update, 256 requests")

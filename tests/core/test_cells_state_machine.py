@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cacheflow_sgl.core.cells import CellClaims, ComputeCells, LoadCells
 from cacheflow_sgl.core.geometry import Span
+from cacheflow_sgl.core.staircase import HOLE
 
 TOKENS = 16
 
@@ -34,10 +35,11 @@ class Model:
     any more, but nothing else may be done to the chunk before they end.
     """
 
-    def __init__(self, loadable: list[bool], layers: int) -> None:
+    def __init__(self, tiers: list[int], layers: int) -> None:
         self.layers = layers
-        self.hole = [not there for there in loadable]
-        self.cells = [[State.FREE] * layers for _ in loadable]
+        self.tiers = tiers
+        self.hole = [tier == HOLE for tier in tiers]
+        self.cells = [[State.FREE] * layers for _ in tiers]
         self.stale: list[ComputeCells | LoadCells] = []
         self.wasted = 0
 
@@ -83,18 +85,22 @@ class Model:
         rows = enumerate(self.cells)
         return [j for j, row in rows if not self.hole[j] and State.FREE in row]
 
-    def to_load(self, layers: int) -> LoadCells | None:
-        if layers < 1 or not self.loadable:
+    def next_load(self, tier: int) -> int | None:
+        chunks = [j for j in self.loadable if self.tiers[j] == tier]
+        rests = [j for j in chunks if self.compute_claimed(j)]
+        if rests or not chunks:
+            return rests[0] if rests else None
+        holes = [j for j, hole in enumerate(self.hole) if hole and j > chunks[0]]
+        return max(j for j in chunks if j < min(holes, default=len(self.hole)))
+
+    def to_load(self, layers: int, tier: int) -> LoadCells | None:
+        j = self.next_load(tier)
+        if layers < 1 or j is None:
             return None
-        rests = [j for j in self.loadable if self.compute_claimed(j)]
-        if rests:
-            free = self.run(rests[0], State.FREE)
-            return LoadCells(rests[0], free.start, min(free.start + layers, free.stop))
-        last = self.loadable[0]
-        while last + 1 in self.loadable:
-            last += 1
-        free = self.run(last, State.FREE)
-        return LoadCells(last, max(free.stop - layers, 0), free.stop)
+        free = self.run(j, State.FREE)
+        if self.compute_claimed(j):
+            return LoadCells(j, free.start, min(free.start + layers, free.stop))
+        return LoadCells(j, max(free.stop - layers, 0), free.stop)
 
     def turn(self, chunk: int, layers: range, before: State, after: State) -> None:
         for layer in layers:
@@ -118,15 +124,15 @@ class CellsMachine(RuleBasedStateMachine):
     """The lanes in any order; each answer is the one that the model gives."""
 
     @initialize(
-        loadable=st.lists(st.sampled_from([True, True, True, False]), min_size=1, max_size=5),
+        tiers=st.lists(st.sampled_from([0, 0, 1, 1, HOLE]), min_size=1, max_size=5),
         layers=st.integers(1, 4),
         first=st.integers(0, 3),
     )
-    def start(self, loadable: list[bool], layers: int, first: int) -> None:
-        starts = [(first + j) * TOKENS for j in range(len(loadable))]
+    def start(self, tiers: list[int], layers: int, first: int) -> None:
+        starts = [(first + j) * TOKENS for j in range(len(tiers))]
         self.spans = [Span(start, start + TOKENS) for start in starts]
-        self.cells = CellClaims(self.spans, layers, loadable)
-        self.model = Model(loadable, layers)
+        self.cells = CellClaims(self.spans, layers, tiers)
+        self.model = Model(tiers, layers)
         self.computing: list[ComputeCells] = []
         self.loading: list[LoadCells] = []
 
@@ -148,10 +154,10 @@ class CellsMachine(RuleBasedStateMachine):
         if not self.was_stale(claim):
             self.model.turn(claim.chunk, range(claim.layers), State.COMPUTING, State.COMPUTED)
 
-    @rule(layers=st.integers(0, 4))
-    def claim_load(self, layers: int) -> None:
-        expected = self.model.to_load(layers)
-        claim = self.cells.claim_load(layers)
+    @rule(layers=st.integers(0, 4), tier=st.integers(0, 1))
+    def claim_load(self, layers: int, tier: int) -> None:
+        expected = self.model.to_load(layers, tier)
+        claim = self.cells.claim_load(layers, tier)
         assert claim == expected
         if claim is not None:
             layers_of = range(claim.start, claim.stop)
@@ -206,6 +212,8 @@ class CellsMachine(RuleBasedStateMachine):
         assert cells.computed_cells == model.count(State.COMPUTED)
         assert cells.loaded_cells == model.count(State.LANDED)
         assert cells.wasted_cells == model.wasted
+        for tier in (0, 1):
+            assert cells.next_load(tier) == model.next_load(tier)
         free = sum(model.cells[j].count(State.FREE) for j in model.loadable)
         assert cells.unclaimed_load == free
         assert cells.loads_in_flight == len(self.loading)
@@ -220,11 +228,11 @@ class CellsMachine(RuleBasedStateMachine):
         """From any state, if nothing stands still for ever, it ends with every cell done once."""
         if not hasattr(self, "cells"):
             return
-        for turn in range(10 * len(self.spans) * self.model.layers + 10):
+        for turn in range(20 * len(self.spans) * self.model.layers + 10):
             if self.cells.finished:
                 break
             self.claim_compute(layers=2)
-            self.claim_load(layers=2)
+            self.claim_load(layers=2, tier=turn % 2)
             if self.computing:
                 self.computed()
             if self.loading:
@@ -236,7 +244,7 @@ class CellsMachine(RuleBasedStateMachine):
         assert self.model.count(*DONE) == len(self.spans) * self.model.layers
         assert self.cells.position == self.spans[-1].stop
         assert not self.computing
-        assert self.cells.claim_load(1) is None
+        assert self.cells.claim_load(1, 0) is self.cells.claim_load(1, 1) is None
         assert self.cells.claim_compute(1) is None
 
 

@@ -61,10 +61,10 @@ def test_speed_of_claims(load_layers: int) -> None:
     counts = []
 
     def restore() -> None:
-        cells = CellClaims(spans, 64, [True] * 64)
+        cells = CellClaims(spans, 64, [0] * 64)
         count = 0
         while not cells.finished:
-            computed, loaded = cells.claim_compute(64), cells.claim_load(load_layers)
+            computed, loaded = cells.claim_compute(64), cells.claim_load(load_layers, 0)
             count += (computed is not None) + (loaded is not None)
             if computed is not None:
                 cells.computed(computed)

@@ -83,10 +83,6 @@ class Restore(Protocol):
         """To load all that is unclaimed."""
 
     @property
-    def saving(self) -> float:
-        """Recompute seconds that the next load saves per second of link time."""
-
-    @property
     def step_s(self) -> float:
         """Predicted seconds of the next forward."""
 
@@ -110,8 +106,8 @@ class Restore(Protocol):
         """Predicted seconds until the suffix may follow the last loads, once `closing`."""
 
     @property
-    def next_tier(self) -> int | None:
-        """Link of the next load; None where there is nothing to load now."""
+    def load_tiers(self) -> tuple[int, ...]:
+        """Those on whose links something is to be loaded now."""
 
     def computed(self, chunk: int) -> bool:
         """Whether all layers of a chunk were computed here, so that the next stage can go on."""

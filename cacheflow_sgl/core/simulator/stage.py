@@ -79,10 +79,8 @@ class Stage:
             suffix_s=self._simulation.beliefs.compute.span_s(
                 suffix.start, suffix.stop, self._world.chunk, self._layers
             ),
-            saving=0.0,
-            tier=0,
             can_compute=False,
-            can_load=False,
+            tiers=(),
         )
         self._jobs[progress.candidate.rid] = job
         self._look_at(job)
@@ -98,9 +96,9 @@ class Stage:
         """Give every idle lane its next piece."""
         if self._compute.idle:
             self._start_compute()
-        for tier, link in enumerate(self._links):
-            if link.idle:
-                self._start_load(tier, link)
+        # What one link takes may change what there is for another: ask until all are content.
+        while self._start_loads():
+            pass
         # Last, for how many steps fit in depends on what happens next.
         if self._compute.idle:
             self._decode()
@@ -112,18 +110,15 @@ class Stage:
         candidate, restore = progress.candidate, progress.restore
         suffix_now = progress.suffix_from_s <= self._simulation.now_s
         candidate.can_compute = suffix_now and job.next_suffix(self._index, 1) is not None
-        candidate.can_load = False
+        candidate.tiers = ()
         candidate.ready_s = self._ready_s(progress)
         candidate.step_s = self._step_s(job)
         candidate.step_load_s = 0.0 if restore is None else restore.step_load_s
         if restore is not None and not restore.complete and self._may_restore(job):
             candidate.compute_s = restore.compute_left_s
             candidate.load_s = restore.load_left_s
-            candidate.saving = restore.saving
             candidate.can_compute |= not restore.closing
-            if restore.next_tier is not None:
-                candidate.tier = restore.next_tier
-                candidate.can_load = True
+            candidate.tiers = restore.load_tiers
         elif restore is None or restore.complete:
             candidate.compute_s = candidate.load_s = 0.0
 
@@ -246,7 +241,15 @@ class Stage:
 
     # -- the links
 
-    def _start_load(self, tier: int, link: _Busy) -> None:
+    def _start_loads(self) -> bool:
+        """Ask for every idle link; whether anything was started."""
+        started = False
+        for tier, link in enumerate(self._links):
+            if link.idle:
+                started |= self._start_load(tier, link)
+        return started
+
+    def _start_load(self, tier: int, link: _Busy) -> bool:
         while (candidate := self._batch.next_load(tier)) is not None:
             job = self._jobs[candidate.rid]
             restore = job.stages[self._index].restore
@@ -254,18 +257,21 @@ class Stage:
             load = restore.next_load(tier, self._compute.left_s(self._now))
             if load is not None:
                 self._transfer(job, link, load)
-                return
+                return True
             self._look_at(job)
-            candidate.can_load = False
+            candidate.tiers = tuple(each for each in candidate.tiers if each != tier)
             self._batch.update(candidate)
+        return False
 
     def _queue_last_loads(self, job: Job) -> None:
         """Give the links what is left of a request that has just closed, for its suffix is next."""
         restore = job.stages[self._index].restore
-        while restore is not None and restore.closing and restore.next_tier is not None:
-            load = restore.next_load(restore.next_tier, 0.0)
+        if restore is None or not restore.closing:
+            return
+        for tier in restore.load_tiers:
+            load = restore.next_load(tier, 0.0)
             assert load is not None, "the tier of a last load has one"
-            self._transfer(job, self._links[load.tier], load)
+            self._transfer(job, self._links[tier], load)
 
     def _transfer(self, job: Job, link: _Busy, load: Load) -> None:
         expected_s = self._simulation.beliefs.links[load.tier].seconds(load.nbytes)
@@ -305,8 +311,8 @@ class Stage:
         if suffix is not None:
             suffix_s = self._world.compute.seconds(suffix.start, suffix.tokens, self._layers)
         starts = [each.earliest_s(suffix_s, self._layers) for each in progress.landings.values()]
-        progress.suffix_from_s = max(starts, default=self._now)
-        wait_s = max(progress.suffix_from_s - self._now, 0.0)
+        wait_s = max(max(starts, default=self._now) - self._now, 0.0)
+        progress.suffix_from_s = self._now + wait_s  # to the bit when that event will be
         self._simulation.after(wait_s, partial(self._changed, job))
 
     # -- both

@@ -30,7 +30,7 @@ def staircase_restore(
 class _StaircaseRestore:
     def __init__(self, plot: Plot, load_only: bool, upstream: Restore | None) -> None:
         self._plot = plot
-        self._claims = CellClaims(plot.chunks, plot.layers, [t != MISSING for t in plot.tiers])
+        self._claims = CellClaims(plot.chunks, plot.layers, plot.tiers)
         self._upstream = upstream
         self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == MISSING), default=-1)
         self._forward_s = [plot.forward_s(chunk, plot.layers) for chunk in plot.chunks]
@@ -60,14 +60,8 @@ class _StaircaseRestore:
 
     @property
     def load_left_s(self) -> float:
-        return sum(map(self._left_s, self._left)) + sum(map(self._cells_s, self._last.values()))
-
-    @property
-    def saving(self) -> float:
-        chunk = self._claims.next_load
-        if chunk is None:
-            return 0.0
-        return self._forward_s[chunk] / (self._plot.layer_s(chunk) * self._plot.layers)
+        last = self._last
+        return max(self._left_s(tier) + self._cells_s(last.get(tier, ())) for tier in self._left)
 
     @property
     def step_s(self) -> float:
@@ -98,13 +92,12 @@ class _StaircaseRestore:
         return max(lands_in, default=max(waits_s)) - self._suffix_s * (1 - 1 / self._plot.layers)
 
     @property
-    def next_tier(self) -> int | None:
+    def load_tiers(self) -> tuple[int, ...]:
         if self._closing:
-            return next(iter(self._last), None)
+            return tuple(self._last)
+        tiers = tuple(tier for tier, left in self._left.items() if left)
         chunk = self._next_input()
-        if chunk is None:
-            chunk = self._claims.next_load
-        return None if chunk is None else max(self._plot.tiers[chunk], 0)
+        return tiers if chunk is None else tuple({*tiers, self._input_tier(chunk)})
 
     def computed(self, chunk: int) -> bool:
         return chunk in self._whole
@@ -183,6 +176,9 @@ class _StaircaseRestore:
             chunk += 1
         return chunk if chunk < len(self._plot.chunks) and chunk not in self._inputs else None
 
+    def _input_tier(self, chunk: int) -> int:
+        return max(self._plot.tiers[chunk], 0)
+
     def _load_input(self, chunk: int) -> Load:
         self._inputs[chunk] = False
         span = self._plot.chunks[chunk]
@@ -190,7 +186,7 @@ class _StaircaseRestore:
             span=span,
             first_layer=0,
             stop_layer=0,
-            tier=max(self._plot.tiers[chunk], 0),
+            tier=self._input_tier(chunk),
             nbytes=round(span.tokens * self._plot.boundary_bytes_per_token),
             ended=partial(self._inputs.__setitem__, chunk, True),
             what="boundary",
@@ -203,15 +199,15 @@ class _StaircaseRestore:
             cells = self._last.pop(tier, None)
             return None if cells is None else self._load(tier, cells)
         chunk = self._next_input()
-        if chunk is not None:
+        if chunk is not None and self._input_tier(chunk) == tier:
             return self._load_input(chunk)
-        chunk = self._claims.next_load
-        if chunk is None or self._plot.tiers[chunk] != tier:
+        chunk = self._claims.next_load(tier)
+        if chunk is None:
             return None
         if self._loads_win(step_left_s):
             self._close()
             return self.next_load(tier, step_left_s)
-        claim = self._claims.claim_load(self._layers_to_load(chunk, tier, step_left_s))
+        claim = self._claims.claim_load(self._layers_to_load(chunk, tier, step_left_s), tier)
         if claim is None:
             return None
         self._count_load(claim)
@@ -221,8 +217,10 @@ class _StaircaseRestore:
         """Whether nothing would be computed even if the lane came here as soon as it is free."""
         left_s = max(map(self._left_s, self._left)) - step_left_s
         chunk = self._claims.next_chunk
-        if chunk is None or chunk <= self._last_hole or not self._claims.ceiling:
+        if chunk is None or chunk <= self._last_hole:
             return False
+        if not self._claims.ceiling:
+            return True  # compute can't pass the chunk before, which was loaded
         if left_s > self._suffix_s + 2 * self._forward_s[chunk]:
             return False  # far from it: not worth a closer look
         waits_s = [-step_left_s] * len(self._plot.beliefs.links)
@@ -236,12 +234,41 @@ class _StaircaseRestore:
             step_s=self._forward_s[chunk],
             gap_s=self._left_s(tier) if self._computing else math.inf,
         )
-        if not step_left_s or chunk in self._begun:
+        if chunk in self._begun:
+            return layers
+        layers = min(layers, self._passable(chunk, step_left_s))
+        if not step_left_s:
             return layers
         # A load that compute would have overtaken before it landed only keeps the suffix waiting;
         # it must be in time even if the link is only half as fast.
         in_time = int(((step_left_s + self._compute_left_s) / 2 - latency_s) / layer_s)
         return min(layers, in_time)
+
+    def _passable(self, chunk: int, step_left_s: float) -> int:
+        """Layers that loads may take from the top of a chunk though compute can't pass them then.
+
+        What lies behind in other tiers must be loaded above them as well. That has to be so when
+        compute comes there, even if its links are only half as fast.
+        """
+        plot, below = self._plot, self._below
+        if len(self._left) == 1:
+            return below[chunk]  # nothing lies behind
+        behind_s = dict.fromkeys(self._left, 0.0)
+        for number in range(chunk + 1, len(below)):
+            if plot.tiers[number] == MISSING:
+                break
+            behind_s[plot.tiers[number]] += plot.layer_s(number) * below[number]
+        behind_s[plot.tiers[chunk]] = 0.0
+        slowest_s = max(behind_s.values())
+        if not slowest_s:
+            return below[chunk]
+        before_s = step_left_s + sum(
+            self._forward_s[number] * below[number] / plot.layers
+            for number in range(chunk)
+            if number not in self._begun
+        )
+        share = min(before_s / (2 * slowest_s), 1.0)
+        return below[chunk] - math.ceil(plot.layers * (1 - share))
 
     def _cells_s(self, cells: Sequence[LoadCells]) -> float:
         """Predicted seconds to load these, latency aside."""
@@ -278,7 +305,8 @@ class _StaircaseRestore:
     def _close(self) -> None:
         """Compute nothing more: claim all that is left, to be loaded layer by layer."""
         self._closing = True
-        while (claim := self._claims.claim_load(self._plot.layers)) is not None:
-            self._count_load(claim)
-            self._last.setdefault(self._plot.tiers[claim.chunk], []).append(claim)
+        for tier in self._left:
+            while (claim := self._claims.claim_load(self._plot.layers, tier)) is not None:
+                self._count_load(claim)
+                self._last.setdefault(tier, []).append(claim)
         self._compute_left_s = 0.0

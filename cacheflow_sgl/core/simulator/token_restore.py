@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,7 +20,8 @@ PAGE = 64
 def token_restore(plot: Plot, policy: Policy) -> Restore:
     """A restore over `pointers.TwoPointers`: `CAKE`, or `CACHEFLOW` with its start rule.
 
-    For one stage, and one tier: the first chunk's.
+    For one stage. Loads go down through all chunks, each over the link of its tier, and are planned
+    as if all came from the tier that has most of them.
     """
     return _TokenRestore(plot, policy)
 
@@ -46,15 +48,19 @@ class _TokenRestore:
         self._plot = plot
         self._policy = policy
         chunk = plot.chunks[0].tokens
-        present = [tier != MISSING for tier in plot.tiers for _ in range(chunk // PAGE)]
-        self._present = present
+        self._pages = [tier for tier in plot.tiers for _ in range(chunk // PAGE)]
+        """The tier of each."""
+        present = [tier != MISSING for tier in self._pages]
         self._loadable = sum(present) * PAGE
         """Unclaimed tokens that a tier has."""
-        self._pointers = TwoPointers(segments_of(plot.span, present, PAGE), PAGE)
-        self._tier = next(tier for tier in plot.tiers if tier != MISSING)
+        self._segments = segments_of(plot.span, present, PAGE)
+        self._load_pointers = [segment.stop for segment in self._segments]
+        self._pointers = TwoPointers(self._segments, PAGE)
+        self._chunks_in = Counter(tier for tier in plot.tiers if tier != MISSING)
+        ((most, _),) = self._chunks_in.most_common(1)
         costs = Costs(
             compute=_StageCost(plot),
-            link=plot.beliefs.links[self._tier],
+            link=plot.beliefs.links[most],
             bytes_per_token=round(plot.bytes_per_token),
         )
         self._planner = Planner(chunk, PAGE, costs)
@@ -76,11 +82,6 @@ class _TokenRestore:
     def load_left_s(self) -> float:
         stopped = self._pointers.loading_stopped
         return 0.0 if stopped else self._planner.costs.load_s(self._loadable)
-
-    @property
-    def saving(self) -> float:
-        load_s = self.load_left_s
-        return self.compute_left_s / load_s if load_s else 0.0
 
     @property
     def step_s(self) -> float:
@@ -109,13 +110,14 @@ class _TokenRestore:
         return self.closing and not self._pointers.gap
 
     def follows_in(self, waits_s: Sequence[float]) -> float:
-        return waits_s[self._tier] + self.load_left_s
+        return max(waits_s[tier] for tier in self._chunks_in) + self.load_left_s
 
     @property
-    def next_tier(self) -> int | None:
+    def load_tiers(self) -> tuple[int, ...]:
         if self._pointers.loading_stopped or not self._pointers.gap:
-            return None
-        return self._tier
+            return ()
+        segment = self._segment_to_load
+        return () if segment is None else (self._tier_below(self._load_pointers[segment]),)
 
     def computed(self, chunk: int) -> bool:
         return False
@@ -138,21 +140,45 @@ class _TokenRestore:
     def _present_tokens(self, span: Span) -> int:
         """Tokens that a tier has."""
         first, stop = ((at - self._plot.span.start) // PAGE for at in (span.start, span.stop))
-        return sum(self._present[first:stop]) * PAGE
+        return sum(tier != MISSING for tier in self._pages[first:stop]) * PAGE
+
+    @property
+    def _segment_to_load(self) -> int | None:
+        """The front-most segment with room, from whose pointer down the next load goes."""
+        position = self._pointers.position
+        for number, segment in enumerate(self._segments):
+            if self._load_pointers[number] > max(position, segment.loadable_from):
+                return number
+        return None
+
+    def _tier_below(self, token: int) -> int:
+        """Of the page that ends there."""
+        return self._pages[(token - self._plot.span.start) // PAGE - 1]
+
+    def _of_one_tier(self, stop: int, tokens: int) -> int:
+        """How many of the tokens below `stop` a load may take: those of the first page's tier."""
+        taken = PAGE
+        while taken < tokens and self._tier_below(stop - taken) == self._tier_below(stop):
+            taken += PAGE
+        return min(taken, tokens)
 
     def _forward_ended(self) -> None:
         self._forwards -= 1
         self._pointers.jump()
 
     def next_load(self, tier: int, step_left_s: float) -> Load | None:
+        segment = self._segment_to_load
+        if segment is None or tier != self._tier_below(self._load_pointers[segment]):
+            return None
         gap = self._pointers.gap
         tokens = gap
         if not self.closing:
             position = self._pointers.position
             tokens = self._planner.load_claim(self._policy, position=position, gap=gap)
-        claim = self._pointers.claim_load(tokens)
+        claim = self._pointers.claim_load(self._of_one_tier(self._load_pointers[segment], tokens))
         if claim is None:
             return None
+        self._load_pointers[segment] = claim.start
         self._in_flight += claim.tokens
         self._loadable -= claim.tokens
         return Load(

@@ -58,14 +58,15 @@ class Lanes:
         return forward
 
     def load(self, step_left_s: float = 0.0) -> Load | None:
-        """Ask for the next load."""
-        tier = self.restore.next_tier
-        load = None if tier is None else self.restore.next_load(tier, step_left_s)
-        if load is not None:
-            assert load.tier == tier
-            self.loads.append(load)
-            self.running.append(load.ended)
-        return load
+        """Ask for the next load, link by link."""
+        for tier in self.restore.load_tiers:
+            load = self.restore.next_load(tier, step_left_s)
+            if load is not None:
+                assert load.tier == tier
+                self.loads.append(load)
+                self.running.append(load.ended)
+                return load
+        return None
 
     def end(self, which: int = 0) -> bool:
         """Let a piece end."""

@@ -40,9 +40,7 @@ def first_forward(restore: Restore) -> Forward:
 
 
 def first_load(restore: Restore) -> Load:
-    tier = restore.next_tier
-    assert tier is not None
-    load = restore.next_load(tier, 0.0)
+    load = restore.next_load(restore.load_tiers[0], 0.0)
     assert load is not None
     return load
 

@@ -79,7 +79,7 @@ def test_what_is_left_is_what_nobody_has_claimed(mine: Plot, data: st.DataObject
                 left[tier] -= forward.layers * CELL_BYTES
     left.subtract(lanes.loaded_bytes())
     links = mine.beliefs.links
-    expected_s = sum(left[tier] / links[tier].bytes_per_s for tier in (0, 1))
+    expected_s = max(left[tier] / links[tier].bytes_per_s for tier in (0, 1))
     assert lanes.restore.load_left_s == pytest.approx(expected_s, abs=1e-9)
 
 
@@ -116,18 +116,17 @@ def test_load_only_asks_for_one_load_a_tier_and_no_compute() -> None:
     restore = lanes.restore
     assert restore.closing and not restore.all_claimed
     assert restore.compute_left_s == restore.step_load_s == 0.0
-    assert restore.load_left_s == pytest.approx(4.0), "no link has it yet"
-    assert restore.saving == 0.0
+    assert restore.load_left_s == pytest.approx(2.0), "no link has it yet"
     # The suffix of 1 s may be 3 of 4 layers ahead of its last load, 2 s; or of one that waits 2 s.
     assert restore.follows_in(NOW) == pytest.approx(2.0 - 0.75)
     assert restore.follows_in((2.0, 0.0)) == pytest.approx(4.0 - 0.75)
     loads = [lanes.load(), lanes.load()]
     assert [load and (load.tier, load.span, load.nbytes) for load in loads] == [
-        (1, Span(2 * CHUNK, 3 * CHUNK), CHUNK_BYTES),
         (0, Span(0, 2 * CHUNK), 2 * CHUNK_BYTES),
+        (1, Span(2 * CHUNK, 3 * CHUNK), CHUNK_BYTES),
     ]
     assert all(load and (load.first_layer, load.stop_layer) == (0, LAYERS) for load in loads)
-    assert restore.all_claimed and restore.next_tier is None
+    assert restore.all_claimed and restore.load_tiers == ()
     assert restore.next_load(0, 0.0) is None
     assert restore.follows_in((3.0, 1.0)) == pytest.approx(3.0 - 0.75)
     lanes.end()
@@ -136,11 +135,9 @@ def test_load_only_asks_for_one_load_a_tier_and_no_compute() -> None:
     assert restore.complete
 
 
-def test_saving_and_step_are_those_of_the_next_pieces() -> None:
-    mine = plot(world(cost(rise=1.0), link(0.5)), 0, 0, 0)
-    restore = staircase_restore(mine)
+def test_a_step_is_that_of_the_next_forward() -> None:
+    restore = staircase_restore(plot(world(cost(rise=1.0), link(0.5)), 0, 0, 0))
     assert (restore.step_s, restore.step_load_s) == (1.0, 0.5)
-    assert restore.saving == pytest.approx(3.0 / 0.5), "the last chunk is loaded first"
 
 
 def test_a_slow_link_gets_nothing_that_compute_would_overtake() -> None:
@@ -148,13 +145,46 @@ def test_a_slow_link_gets_nothing_that_compute_would_overtake() -> None:
     lanes = Lanes(restore)
     assert lanes.compute() is not None
     assert lanes.load(step_left_s=1.0) is None
-    assert lanes.restore.next_tier == 0
+    assert lanes.restore.load_tiers == (0,)
 
 
-def test_a_link_of_another_tier_has_to_wait() -> None:
+def test_links_load_at_once_each_from_its_own_tail() -> None:
     restore = staircase_restore(plot(world(cost(), link(), link()), 0, 0, 0, 1, 1))
-    assert restore.next_tier == 1
+    assert restore.load_tiers == (0, 1)
+    front, tail = restore.next_load(0, 0.0), restore.next_load(1, 0.0)
+    assert front is not None and front.span == Span(2 * CHUNK, 3 * CHUNK)
+    assert tail is not None and tail.span == Span(4 * CHUNK, 5 * CHUNK)
+
+
+def test_nothing_is_loaded_that_chains_compute_to_a_slower_link() -> None:
+    restore = staircase_restore(plot(world(cost(), link(), link(50.0)), 0, 0, 0, 1))
     assert restore.next_load(0, 0.0) is None
+    assert restore.load_tiers == (0, 1), "it may be in time later"
+    # 3 s of compute before the last chunk of tier 0, 6 s of loads behind it: half a half of it.
+    restore = staircase_restore(plot(world(cost(), link(), link(2.0)), 0, 0, 0, 0, 1, 1, 1))
+    load = restore.next_load(0, 0.0)
+    assert load is not None and (load.span.start, load.first_layer) == (3 * CHUNK, 3)
+    assert restore.next_load(0, 0.0) is None
+
+
+def test_behind_a_hole_nothing_is_chained() -> None:
+    restore = staircase_restore(plot(world(cost(), link(), link(50.0)), 0, MISSING, 0, 1, 0))
+    load = restore.next_load(0, 0.0)
+    assert load is not None and load.span == Span(0, CHUNK)
+
+
+def test_it_closes_where_compute_can_not_pass_what_was_loaded() -> None:
+    mine = plot(world(cost(), link(0.4), link(2.0)), 1, 1, 1, 1, 0)
+    lanes = Lanes(staircase_restore(mine))
+    while (load := lanes.restore.next_load(1, 0.0)) is not None and load.span.start > 2 * CHUNK:
+        pass
+    layers = [forward.layers for forward in (lanes.compute(), lanes.compute(), lanes.compute())]
+    assert layers[:2] == [LAYERS, LAYERS]
+    assert lanes.compute() is None
+    assert not lanes.restore.closing
+    last = lanes.restore.next_load(0, 0.0)
+    assert last is not None and (last.span, last.first_layer) == (mine.chunks[4], 0)
+    assert lanes.restore.closing
 
 
 def test_a_fast_link_closes_before_anything_is_computed() -> None:
