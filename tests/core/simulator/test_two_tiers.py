@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cacheflow_sgl.core.batch import BatchPolicyName
 from cacheflow_sgl.core.profiles import load_profile
-from cacheflow_sgl.core.simulator.requests import MISSING, together
+from cacheflow_sgl.core.simulator.requests import together
 from cacheflow_sgl.core.simulator.result import Piece, Result
 from cacheflow_sgl.core.simulator.setup import OWN_ENGINE, Engine, Setup
 from cacheflow_sgl.core.simulator.simulation import Simulation
 from cacheflow_sgl.core.simulator.world import GBPS, Link, World
-from tests.core.simulator.worlds import placed
+from tests.core.simulator.worlds import CHUNK, cost, link, placed, world
 
 PROFILES = Path(__file__).parents[3] / "profiles"
 SUFFIX = 64
@@ -70,21 +70,29 @@ def test_a_fast_front_does_not_chain_compute_to_a_slow_tail(
     assert ttft_s(name, gbps, tiers, "cacheflow") < 0.9 * ttft_s(name, gbps, tiers, "recompute")
 
 
-tiers_of = st.lists(st.sampled_from([0, 0, 1, 1, MISSING]), min_size=1, max_size=16)
 rates = st.sampled_from([5.0, 20.0, 40.0, 80.0])
+
+
+def test_a_link_is_asked_again_when_another_has_begun() -> None:
+    """Link 0 may take nothing while all 5 s behind its chunks are unclaimed, and is asked first."""
+    mine = world(cost(), link(0.4), link(5.0))
+    requests = together([4 * CHUNK + CHUNK])
+    lanes = Simulation(mine, Setup(record=True), requests, placed((0, 0, 0, 1))).run().lanes
+    assert [lanes[f"I/O 0.{tier}"].pieces[0].start_s for tier in (0, 1)] == [0.0, 0.0]
 
 
 @settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(["h100-qwen3-8b", "a100-qwen3-8b"]),
     st.tuples(rates, rates),
-    tiers_of.map(lambda tiers: (*tiers, 0)),
+    st.lists(st.integers(0, 1), min_size=2, max_size=16).map(tuple),
 )
 def test_two_tiers_are_never_worse_than_a_single_way(
     name: str, gbps: tuple[float, float], tiers: tuple[int, ...]
 ) -> None:
     single_s = min(ttft_s(name, gbps, tiers, policy) for policy in ("recompute", "load"))
-    assert ttft_s(name, gbps, tiers, "cacheflow") <= 1.05 * single_s
+    # Where a slow link has one chunk only, its last pieces come before the suffix, not beside it.
+    assert ttft_s(name, gbps, tiers, "cacheflow") <= 1.06 * single_s
 
 
 @modelled
