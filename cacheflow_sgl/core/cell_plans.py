@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 from cacheflow_sgl.core.plans import MARGIN
 
-_ERRORS = ((1.0, 1.0), (1.0, 2.0), (1.25, 0.8))
-"""Factors by which predicted times of compute and of loads may be wrong: not at all; a link that
-halves; a GPU that is slower and a link that is faster than believed."""
+_Error = tuple[float, float]
+"""Factors by which predicted times of compute and of loads are wrong."""
+_NO_ERROR: _Error = (1.0, 1.0)
+_SLOW_GPU: _Error = (1.25, 0.8)
+"""A GPU that is slower and a link that is faster than believed."""
+_SLOW_LINK: _Error = (1.0, 2.5)
+"""A link that has halved, while a load was on its way."""
+_SLOWING_LINK: _Error = (1.0, 2.0)
+"""A link that halves, while nothing has been loaded yet."""
 _BEARABLE = 0.03
+"""Share by which a cut may be worse than the better single way, if predictions are wrong."""
 _CUTS = 16
 """Cuts of a chunk that are looked at, beside none."""
 _LATENCIES_PER_LOAD = 4
@@ -32,6 +39,8 @@ class NextChunk:
     """Layers of this chunk that compute may take; loads have claimed the others."""
     compute_left_s: float
     """To compute all that is left of the prefix, this chunk included."""
+    fresh: bool
+    """Nothing of the prefix has been loaded yet."""
     wait_s: float
     """Until its links are free for the next load."""
     load_layer_s: float
@@ -49,18 +58,19 @@ def compute_layers(chunk: NextChunk) -> int:
     """Layers of the next chunk to compute; 0 where loading all that is left is as good.
 
     All that are free, as long as the loads are sure to need longer for the rest. Near the meeting
-    the cut at which chunk and suffix are predicted to end first, of those that no error in
-    `_ERRORS` makes worse than computing or loading all that is left would be; where there is none,
+    the cut at which chunk and suffix are predicted to end first, of those that no likely error
+    makes worse than computing or loading all that is left would be; where there is none,
     the one that is least worse. None where that is predicted to save less than `MARGIN`, for loads
     in the order of the layers leave the GPU free.
     """
     ceiling = chunk.ceiling
-    if all(compute * chunk.compute_s(ceiling) <= link * chunk.wait_s for compute, link in _ERRORS):
+    errors = (_NO_ERROR, _SLOWING_LINK if chunk.fresh else _SLOW_LINK, _SLOW_GPU)
+    if all(compute * chunk.compute_s(ceiling) <= link * chunk.wait_s for compute, link in errors):
         return ceiling  # done before its loads could even begin
-    if all(_sure(chunk, *error) for error in _ERRORS):
+    if all(_sure(chunk, *error) for error in errors):
         return ceiling
     cuts = sorted({round(ceiling * part / _CUTS) for part in range(_CUTS + 1)})
-    ends = [_Ends(cuts, chunk, *error) for error in _ERRORS]
+    ends = [_Ends(cuts, chunk, *error) for error in errors]
     worst = [max(end.regrets[at] for end in ends) for at in range(len(cuts))]
     expected_s = ends[0].finish_s
     bearable = [at for at, regret in enumerate(worst) if regret <= 1 + _BEARABLE]

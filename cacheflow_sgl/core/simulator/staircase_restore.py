@@ -129,6 +129,7 @@ class _StaircaseRestore:
                 compute_s=partial(plot.forward_s, span),
                 ceiling=ceiling,
                 compute_left_s=self._compute_left_s,
+                fresh=not self._claims.loaded_cells,
                 wait_s=min(waits_s[tier] for tier in self._left),
                 load_layer_s=plot.layer_s(chunk),
                 loads_s=max(waits_s[tier] + self._left_s(tier) for tier in self._left),
