@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cacheflow_sgl.core.cell_plans import NextChunk, compute_layers, load_layers
 from cacheflow_sgl.core.plans import MARGIN
 
+
 def errors(plan: NextChunk) -> tuple[tuple[float, float], ...]:
     """What may be wrong with predicted times of compute and of loads."""
     return (1.0, 1.0), (1.0, 2.0 if plan.fresh else 2.5), (1.25, 0.8)

@@ -53,6 +53,8 @@ class Job:
     request: Request
     served: Served
     stages: list[Progress] = field(default_factory=list)
+    prefilled: bool = False
+    """It has its first token."""
 
     @property
     def tokens(self) -> int:

@@ -131,7 +131,7 @@ class Simulation:
             each.refresh(job)
         last = job.stages[-1]
         done = last.restore is None and last.suffix_at == job.request.prompt_tokens
-        if done and stage == len(self._stages) - 1:
+        if done and stage == len(self._stages) - 1 and not job.prefilled:
             self._first_token(job)
 
     def decoded(self, steps: int) -> None:
@@ -158,6 +158,7 @@ class Simulation:
                 stage.add(job)
 
     def _first_token(self, job: Job) -> None:
+        job.prefilled = True
         job.served.first_token_s = self.now_s
         self._queued -= 1
         self._residency.prefilled(job.request)

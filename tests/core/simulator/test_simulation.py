@@ -355,6 +355,14 @@ def one(
     return all_served(Case(mine, full, together([prompt]), placed(tiers)))
 
 
+def test_a_request_is_done_once_though_its_loads_end_together() -> None:
+    slow = world(cost(0.05), link(0.05), link(0.05), boundary_bytes_per_token=16)
+    setup = Setup(policy=BatchPolicyName.CAKE, stages=4)
+    requests = [Request(0, 0.0, 2 * CHUNK + 1)]
+    result = Simulation(slow, setup, requests, placed((1, 0))).run()
+    assert [served.rid for served in result.served] == [0]
+
+
 def test_recompute_is_the_sum_of_its_chunks() -> None:
     assert one(Engine.RECOMPUTE, world(), (0,) * 4).mean_ttft_s == 5.0
     rising = world(cost(1.0, rise=1.0, base_s=0.5))  # 1.5, 2.5, 3.5, and half of 4 + 0.5
