@@ -356,7 +356,7 @@ def one(
 
 
 def test_a_request_is_done_once_though_its_loads_end_together() -> None:
-    slow = world(cost(0.05), link(0.05), link(0.05), boundary_bytes_per_token=16)
+    slow = world(cost(0.05), Link(0.0, 8192.0), Link(0.0, 8192.0), boundary_bytes_per_token=16)
     setup = Setup(policy=BatchPolicyName.CAKE, stages=4)
     requests = [Request(0, 0.0, 2 * CHUNK + 1)]
     result = Simulation(slow, setup, requests, placed((1, 0))).run()
