@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cacheflow_sgl.cpu.tiny_model import write_tiny_model
 from tests.harness.servers import SharedServer
+
+# The same examples in every run, so that a change that passed here passes elsewhere. New ones are
+# looked for by hand: HYPOTHESIS_PROFILE=explore scripts/test.sh ...
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")
