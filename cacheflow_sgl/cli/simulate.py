@@ -62,7 +62,8 @@ def simulate(
         typer.Option(help="Name of a profile that comes with the package, or a file; a list."),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help=f"Rows to simulate, of {', '.join(BatchPolicyName)}.")
+        str,
+        typer.Option(help=f"Rows to simulate, of {', '.join(BatchPolicyName)}; cake on one stage."),
     ] = "recompute,load,cake,cacheflow",
     bandwidth_gbps: Annotated[
         str, typer.Option(help="Link that prefixes are loaded over, 10^9 bits a second; a list.")
@@ -221,6 +222,8 @@ def simulate(
             for link, workload in product(links[name], workloads)
         ]
         policies = _names("--policy", policy, BatchPolicyName)
+        if not _given(context, "policy") and any(case.stages > 1 for case in cases):
+            policies.remove(BatchPolicyName.CAKE)  # it knows no stages
         if all(name in OWN_ENGINE for name in policies):
             _refuse(context, ("engine",), "goes only with --policy fifo, longest or cacheflow")
         engines = _names("--engine", engine, _ENGINES)
@@ -272,9 +275,13 @@ def _simulate(
 def _refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
     """Refuse options that would change nothing."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _given(context, name):
             raise ValueError(f"--{name.replace('_', '-')} {why}")
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _refuse_others(context: typer.Context, *, paper: bool, never_worse: bool) -> None:

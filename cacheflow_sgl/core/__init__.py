@@ -1,1 +1,1 @@
-"""Decisions: geometry, costs, plans, pointers, bounds. Pure: no sglang, no torch, no I/O."""
+"""Decisions: geometry, costs, plans, claims, batches, bounds, and a simulator around them. Pure."""

@@ -57,11 +57,11 @@ class NextChunk:
 def compute_layers(chunk: NextChunk) -> int:
     """Layers of the next chunk to compute; 0 where loading all that is left is as good.
 
-    All that are free, as long as the loads are sure to need longer for the rest. Near the meeting
-    the cut at which chunk and suffix are predicted to end first, of those that no likely error
-    makes worse than computing or loading all that is left would be; where there is none,
-    the one that is least worse. None where that is predicted to save less than `MARGIN`, for loads
-    in the order of the layers leave the GPU free.
+    All that are free, as long as the loads are sure to need longer for the rest, or can't even
+    begin before the forward has ended. Near the meeting the cut at which chunk and suffix are
+    predicted to end first, of those that no likely error makes worse than computing or loading all
+    that is left would be; where there is none, the one that is least worse. None where that is
+    predicted to save less than `MARGIN`, for loads in the order of the layers leave the GPU free.
     """
     ceiling = chunk.ceiling
     errors = (_NO_ERROR, _SLOWING_LINK if chunk.fresh else _SLOW_LINK, _SLOW_GPU)

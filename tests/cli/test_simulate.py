@@ -204,7 +204,7 @@ def test_the_table_says_what_it_stands_on():
         (["--pp", 5], "--pp: h100-qwen3-8b has 36 layers, not cut in 5"),
         (["--boundary", "off", "--pp", "1"], "--boundary goes only with --pp 2 or more"),
         (
-            ["--pp", "1,2"],
+            ["--pp", "1,2", "--policy", "cake"],
             "--pp 2: cake is for one stage; "
             "--policy may be recompute, load, fifo, longest, cacheflow",
         ),
@@ -340,3 +340,8 @@ def test_help_teaches():
     for line in command.simulate.__doc__.splitlines():
         if line.startswith("        "):
             assert line.strip() in result.output, "examples can be copied"
+
+
+def test_a_pipeline_is_shown_without_cake_unless_it_is_asked_for(tmp_path: Path):
+    found = rows("--prefix-tokens", "1024", "--pp", "2", tmp_path=tmp_path)
+    assert [row["policy"] for row in found] == ["recompute", "load", "cacheflow"]
