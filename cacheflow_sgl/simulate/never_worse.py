@@ -2,8 +2,7 @@
 
 Prompts of each length alone and in batches of mixed lengths, over four links, with costs that are
 known exactly, that are 20% wrong, and a link that halves in mid-restore. What is wrong stays wrong:
-nothing is learned, so the plans themselves must bear it. A measured profile is asked only for
-lengths that it was measured at.
+nothing is learned, so the plans themselves must bear it.
 """
 
 from __future__ import annotations
@@ -82,13 +81,7 @@ def _rows_of(task: tuple[str, float]) -> list[NeverWorseRow]:
     name, gbps = task
     _, profile = named_profile(name)
     cases = _Cases(name, profile, gbps)
-    lengths = [length for length in LENGTHS if length <= _longest(profile)]
-    return [row for length, batch in product(lengths, BATCHES) for row in cases.rows(length, batch)]
-
-
-def _longest(profile: Profile) -> int:
-    """Tokens up to which forwards were measured; a model of them has no end."""
-    return profile.compute.starts[-1] if profile.source == "measured" else max(LENGTHS)
+    return [row for length, batch in product(LENGTHS, BATCHES) for row in cases.rows(length, batch)]
 
 
 @dataclass

@@ -9,12 +9,13 @@ from cacheflow_sgl.core.geometry import Span
 from cacheflow_sgl.core.policies import Policy
 from cacheflow_sgl.core.simulator.beliefs import Beliefs
 from cacheflow_sgl.core.simulator.jobs import Progress
-from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request
+from cacheflow_sgl.core.simulator.requests import Found, Request
 from cacheflow_sgl.core.simulator.restores import Plot, Restore
 from cacheflow_sgl.core.simulator.setup import Boundary, Engine, Setup
 from cacheflow_sgl.core.simulator.staircase_restore import staircase_restore
 from cacheflow_sgl.core.simulator.token_restore import token_restore
 from cacheflow_sgl.core.simulator.world import World
+from cacheflow_sgl.core.staircase import HOLE
 
 
 class Builder:
@@ -43,7 +44,7 @@ class Builder:
         if self._setup.engine is Engine.RECOMPUTE:
             return ()
         if self._setup.engine is Engine.LOAD:
-            return tuple(takewhile(lambda tier: tier != MISSING, found.tiers))
+            return tuple(takewhile(lambda tier: tier != HOLE, found.tiers))
         return found.tiers
 
     def _plot(self, stage: int, request: Request, start: int, tiers: tuple[int, ...]) -> Plot:

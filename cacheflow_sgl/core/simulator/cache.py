@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request
+from cacheflow_sgl.core.simulator.requests import Found, Request
+from cacheflow_sgl.core.staircase import HOLE
 
 
 class _Level:
@@ -54,7 +55,7 @@ class BlockCache:
         while resident < len(blocks) and blocks[resident] in device:
             resident += 1
         places = [self._place(block, tiers) for block in blocks[resident:]]
-        while places and places[-1] == MISSING:
+        while places and places[-1] == HOLE:
             places.pop()
         return Found(resident * self._block_tokens, tuple(places))
 
@@ -69,4 +70,4 @@ class BlockCache:
         # A block on the device behind one that isn't counts as lying in the fastest tier.
         if block in self._levels[0]:
             return 0
-        return next((tier for tier, level in enumerate(tiers) if block in level), MISSING)
+        return next((tier for tier, level in enumerate(tiers) if block in level), HOLE)

@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-MISSING = -1
-"""A chunk that no tier has: a hole."""
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -32,7 +29,7 @@ class Found:
 
     device_tokens: int
     tiers: tuple[int, ...]
-    """Tier of each chunk behind them, `MISSING` for a hole; the last one is not a hole."""
+    """Tier of each chunk behind them, `HOLE` for a hole; the last one is not a hole."""
 
 
 class Residency(Protocol):

@@ -324,7 +324,6 @@ class Stage:
         restore = progress.restore
         if restore is not None and restore.complete:
             progress.suffix_from_s = min(progress.suffix_from_s, self._now)
-        if restore is not None and restore.complete:
             job.served.restored_s = max(job.served.restored_s, self._now)
             progress.restore = None
         if progress.suffix_at == job.request.prompt_tokens and progress.restore is None:

@@ -9,8 +9,8 @@ from functools import partial
 from cacheflow_sgl.core import cell_plans
 from cacheflow_sgl.core.cells import CellClaims, ComputeCells, LoadCells
 from cacheflow_sgl.core.geometry import Span
-from cacheflow_sgl.core.simulator.requests import MISSING
 from cacheflow_sgl.core.simulator.restores import Forward, Load, Plot, Restore
+from cacheflow_sgl.core.staircase import HOLE
 
 
 def staircase_restore(
@@ -32,13 +32,13 @@ class _StaircaseRestore:
         self._plot = plot
         self._claims = CellClaims(plot.chunks, plot.layers, plot.tiers)
         self._upstream = upstream
-        self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == MISSING), default=-1)
+        self._last_hole = max((j for j, t in enumerate(plot.tiers) if t == HOLE), default=-1)
         self._forward_s = [plot.forward_s(chunk, plot.layers) for chunk in plot.chunks]
         self._suffix_s = plot.forward_s(plot.suffix, plot.layers) if plot.suffix.tokens else 0.0
-        self._left = {tier: 0 for tier in plot.tiers if tier != MISSING}
+        self._left = {tier: 0 for tier in plot.tiers if tier != HOLE}
         """What loads may still claim, by tier: tokens times layers, so that none is exactly 0."""
         for chunk, tier in zip(plot.chunks, plot.tiers, strict=True):
-            if tier != MISSING:
+            if tier != HOLE:
                 self._left[tier] += chunk.tokens * plot.layers
         self._compute_left_s = sum(self._forward_s)
         self._below = [plot.layers for _ in plot.chunks]
@@ -71,7 +71,7 @@ class _StaircaseRestore:
     @property
     def step_load_s(self) -> float:
         chunk = self._claims.next_chunk
-        if self._closing or chunk is None or self._plot.tiers[chunk] == MISSING:
+        if self._closing or chunk is None or self._plot.tiers[chunk] == HOLE:
             return 0.0
         return self._plot.layer_s(chunk) * self._plot.layers
 
@@ -122,7 +122,7 @@ class _StaircaseRestore:
 
     def _layers_of(self, chunk: int, ceiling: int, waits_s: Sequence[float]) -> int:
         plot, span = self._plot, self._plot.chunks[chunk]
-        if plot.tiers[chunk] == MISSING:
+        if plot.tiers[chunk] == HOLE:
             return ceiling
         return cell_plans.compute_layers(
             cell_plans.NextChunk(
@@ -145,7 +145,7 @@ class _StaircaseRestore:
         self._computing = True
         self._compute_left_s -= self._forward_s[chunk] * self._below[chunk] / self._plot.layers
         tier = self._plot.tiers[chunk]
-        if tier != MISSING:
+        if tier != HOLE:
             self._left[tier] -= self._plot.chunks[chunk].tokens * claim.layers
         return Forward(self._plot.chunks[chunk], claim.layers, partial(self._forward_ended, claim))
 
@@ -256,7 +256,7 @@ class _StaircaseRestore:
             return below[chunk]  # nothing lies behind
         behind_s = dict.fromkeys(self._left, 0.0)
         for number in range(chunk + 1, len(below)):
-            if plot.tiers[number] == MISSING:
+            if plot.tiers[number] == HOLE:
                 break
             behind_s[plot.tiers[number]] += plot.layer_s(number) * below[number]
         behind_s[plot.tiers[chunk]] = 0.0

@@ -10,8 +10,8 @@ from cacheflow_sgl.core.geometry import Span, segments_of
 from cacheflow_sgl.core.plans import Costs, Way
 from cacheflow_sgl.core.pointers import TwoPointers
 from cacheflow_sgl.core.policies import Planner, Policy
-from cacheflow_sgl.core.simulator.requests import MISSING
 from cacheflow_sgl.core.simulator.restores import Forward, Load, Plot, Restore
+from cacheflow_sgl.core.staircase import HOLE
 
 PAGE = 64
 """Tokens of a page."""
@@ -50,13 +50,13 @@ class _TokenRestore:
         chunk = plot.chunks[0].tokens
         self._pages = [tier for tier in plot.tiers for _ in range(chunk // PAGE)]
         """The tier of each."""
-        present = [tier != MISSING for tier in self._pages]
+        present = [tier != HOLE for tier in self._pages]
         self._loadable = sum(present) * PAGE
         """Unclaimed tokens that a tier has."""
         self._segments = segments_of(plot.span, present, PAGE)
         self._load_pointers = [segment.stop for segment in self._segments]
         self._pointers = TwoPointers(self._segments, PAGE)
-        self._chunks_in = Counter(tier for tier in plot.tiers if tier != MISSING)
+        self._chunks_in = Counter(tier for tier in plot.tiers if tier != HOLE)
         ((most, _),) = self._chunks_in.most_common(1)
         costs = Costs(
             compute=_StageCost(plot),
@@ -140,7 +140,7 @@ class _TokenRestore:
     def _present_tokens(self, span: Span) -> int:
         """Tokens that a tier has."""
         first, stop = ((at - self._plot.span.start) // PAGE for at in (span.start, span.stop))
-        return sum(tier != MISSING for tier in self._pages[first:stop]) * PAGE
+        return sum(tier != HOLE for tier in self._pages[first:stop]) * PAGE
 
     @property
     def _segment_to_load(self) -> int | None:

@@ -11,9 +11,10 @@ from cacheflow_sgl.core.geometry import Span
 from cacheflow_sgl.core.simulator.beliefs import Beliefs
 from cacheflow_sgl.core.simulator.builder import Builder
 from cacheflow_sgl.core.simulator.jobs import Progress
-from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request
+from cacheflow_sgl.core.simulator.requests import Found, Request
 from cacheflow_sgl.core.simulator.restores import Forward, Load, Restore
 from cacheflow_sgl.core.simulator.setup import Boundary, Engine, Setup
+from cacheflow_sgl.core.staircase import HOLE
 from tests.core.simulator.worlds import CHUNK, CHUNK_BYTES, LAYERS, cost, link, world
 
 DEVICE = 3 * CHUNK
@@ -61,19 +62,19 @@ def test_recompute_has_no_prefix_but_that_of_the_device() -> None:
 
 @pytest.mark.parametrize("engine", [Engine.CAKE, Engine.V1, Engine.STAIRCASE])
 def test_a_prefix_is_brought_back_with_its_holes(engine: Engine) -> None:
-    (begin,) = stages(0, MISSING, 0, engine=engine)
+    (begin,) = stages(0, HOLE, 0, engine=engine)
     assert begin.restore is not None
     assert not begin.restore.complete
     assert (begin.suffix_at, begin.suffix_from_s) == (DEVICE + 3 * CHUNK, math.inf)
 
 
 def test_load_stops_at_the_first_hole() -> None:
-    (begin,) = stages(0, 0, MISSING, 0, engine=Engine.LOAD)
+    (begin,) = stages(0, 0, HOLE, 0, engine=Engine.LOAD)
     assert begin.restore is not None and begin.restore.closing
     assert begin.suffix_at == DEVICE + 2 * CHUNK
     load = first_load(begin.restore)
     assert (load.span, load.nbytes) == (Span(DEVICE, DEVICE + 2 * CHUNK), 2 * CHUNK_BYTES)
-    (nothing,) = stages(MISSING, 0, engine=Engine.LOAD)
+    (nothing,) = stages(HOLE, 0, engine=Engine.LOAD)
     assert (nothing.restore, nothing.suffix_at) == (None, DEVICE)
 
 

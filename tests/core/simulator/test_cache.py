@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheflow_sgl.core.simulator.cache import BlockCache
-from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request
+from cacheflow_sgl.core.simulator.requests import Found, Request
+from cacheflow_sgl.core.staircase import HOLE
 
 BLOCK = 4
 
@@ -32,11 +33,11 @@ capacities = st.integers(1, 8)
 
 
 def place(cache: BlockCache, block: int) -> int | None:
-    """None: on the device. Else its tier, or `MISSING`."""
+    """None: on the device. Else its tier, or `HOLE`."""
     found = cache.find(request((block,)))
     if found.device_tokens:
         return None
-    return found.tiers[0] if found.tiers else MISSING
+    return found.tiers[0] if found.tiers else HOLE
 
 
 class Lists:
@@ -57,7 +58,7 @@ class Lists:
     def place(self, block: int) -> int | None:
         at = next((n for n, level in enumerate(self.levels) if block in level), None)
         if at is None:
-            return MISSING
+            return HOLE
         return None if at == 0 else at - 1
 
 
@@ -101,7 +102,7 @@ def test_nothing_is_lost_in_a_last_tier_without_end(
     cache = BlockCache(BLOCK, device * BLOCK, [tier * BLOCK, None])
     for blocks in sequence:
         cache.prefilled(request(blocks))
-    assert all(place(cache, block) != MISSING for blocks in sequence for block in blocks)
+    assert all(place(cache, block) != HOLE for blocks in sequence for block in blocks)
 
 
 @settings(deadline=None)
@@ -123,8 +124,8 @@ def test_found_is_a_prefix_on_the_device_then_a_place_for_each_block(
     assert places[:resident] == [None] * resident
     assert None not in places[resident:]  # of whole prefixes, none lies behind a gap
     assert found.tiers == tuple(places[resident : resident + len(found.tiers)])
-    assert set(places[resident + len(found.tiers) :]) <= {MISSING}
-    assert not found.tiers or found.tiers[-1] != MISSING
+    assert set(places[resident + len(found.tiers) :]) <= {HOLE}
+    assert not found.tiers or found.tiers[-1] != HOLE
 
 
 def test_the_last_token_is_left_to_compute() -> None:
@@ -144,14 +145,14 @@ def test_a_hole_between_tiers_is_kept_and_one_at_the_end_is_not() -> None:
     cache = BlockCache(BLOCK, BLOCK, [BLOCK, None])
     for block in (3, 5, 1):
         cache.prefilled(request((block,)))
-    assert cache.find(request((1, 9, 5, 3, 9))) == Found(BLOCK, (MISSING, 0, 1))
+    assert cache.find(request((1, 9, 5, 3, 9))) == Found(BLOCK, (HOLE, 0, 1))
     assert cache.find(request((9, 9))) == Found(0, ())
 
 
 def test_a_block_on_the_device_behind_a_gap_counts_as_in_the_fastest_tier() -> None:
     cache = BlockCache(BLOCK, BLOCK, [None, None])
     cache.prefilled(request((2,)))
-    assert cache.find(request((1, 2))) == Found(0, (MISSING, 0))
+    assert cache.find(request((1, 2))) == Found(0, (HOLE, 0))
 
 
 def test_the_tail_goes_first_and_a_prompt_longer_than_the_device_leaves_its_front_there() -> None:
@@ -175,4 +176,4 @@ def test_a_level_holds_whole_blocks_and_at_least_one(tokens: int, blocks: int) -
     for block in range(6):
         cache.prefilled(request((block,)))
     places = [place(cache, block) for block in reversed(range(6))]
-    assert places == [None] * blocks + [0] * blocks + [MISSING] * (6 - 2 * blocks)
+    assert places == [None] * blocks + [0] * blocks + [HOLE] * (6 - 2 * blocks)

@@ -17,11 +17,12 @@ from cacheflow_sgl.core.batch import BatchPolicyName
 from cacheflow_sgl.core.bounds import batch_makespan_bound, harmonic_bound
 from cacheflow_sgl.core.profiles import Decode
 from cacheflow_sgl.core.simulator.beliefs import Beliefs
-from cacheflow_sgl.core.simulator.requests import MISSING, Found, Request, together
+from cacheflow_sgl.core.simulator.requests import Found, Request, together
 from cacheflow_sgl.core.simulator.result import NOBODY, Piece, Result
 from cacheflow_sgl.core.simulator.setup import OWN_ENGINE, Boundary, Engine, Setup
 from cacheflow_sgl.core.simulator.simulation import Simulation
 from cacheflow_sgl.core.simulator.world import Link, World
+from cacheflow_sgl.core.staircase import HOLE
 from tests.core.simulator.worlds import (
     CHUNK,
     CHUNK_BYTES,
@@ -113,11 +114,11 @@ def cases(draw: st.DrawFn) -> Case:
         record=True,
     )
     tier_count = 1 if engine in TOKENWISE else len(mine.links)
-    places = st.sampled_from([MISSING, *range(tier_count), *range(tier_count)])
+    places = st.sampled_from([HOLE, *range(tier_count), *range(tier_count)])
     requests, found = [], {}
     for rid in range(draw(st.integers(1, 4))):
         tiers = draw(st.lists(places, max_size=6))
-        while tiers and tiers[-1] == MISSING:
+        while tiers and tiers[-1] == HOLE:
             tiers.pop()
         device = CHUNK * draw(st.integers(0, 2))
         found[rid] = Found(device, tuple(tiers))
@@ -157,7 +158,7 @@ def wanted(case: Case, rid: int) -> tuple[int, ...]:
     if case.setup.engine is Engine.RECOMPUTE:
         return ()
     if case.setup.engine is Engine.LOAD:
-        return tuple(itertools.takewhile(lambda tier: tier != MISSING, tiers))
+        return tuple(itertools.takewhile(lambda tier: tier != HOLE, tiers))
     return tiers
 
 
@@ -212,7 +213,7 @@ def check_cells(case: Case, result: Result, rid: int) -> None:
             assert tier_bytes(case, result, stage, tier, rid) == pytest.approx(rest, abs=0.01)
         for j, tier in enumerate(tiers):
             at = start + j * CHUNK
-            if tier == MISSING:
+            if tier == HOLE:
                 assert computed[at] == computed[at + PAGE] == layers, "a hole is computed"
             if case.setup.engine is Engine.LOAD:
                 assert not computed[at], "what can be loaded was computed"
@@ -284,7 +285,7 @@ def bound_s(case: Case) -> float:
             at = found.device_tokens + j * CHUNK
             compute.append(case.world.compute.seconds(at, CHUNK, layers))
             rate = case.world.links[place].bytes_per_s
-            load.append(math.inf if place == MISSING else CHUNK_BYTES / case.setup.stages / rate)
+            load.append(math.inf if place == HOLE else CHUNK_BYTES / case.setup.stages / rate)
             tier.append(place)
     return batch_makespan_bound(compute, load, tier, suffix_s)
 
@@ -318,7 +319,7 @@ def all_served(case: Case) -> Result:
 @pytest.mark.parametrize("engine", [Engine.V1, Engine.CAKE, Engine.STAIRCASE])
 def test_a_hole_before_a_load_that_is_fast_is_computed(engine: Engine) -> None:
     fast = world(cost(), link(0.05))
-    case = Case(fast, Setup(engine, record=True), together([257]), placed((MISSING, 0)))
+    case = Case(fast, Setup(engine, record=True), together([257]), placed((HOLE, 0)))
     result = all_served(case)
     check_cells(case, result, 0)
     assert 1.0 <= result.mean_ttft_s <= 1.1  # the hole, then a suffix of one token
@@ -326,14 +327,14 @@ def test_a_hole_before_a_load_that_is_fast_is_computed(engine: Engine) -> None:
 
 def test_a_later_stage_waits_for_a_hole_that_the_stage_before_has_not_done() -> None:
     fast, setup = world(cost(), link(0.05)), Setup(stages=2, boundary=Boundary.OFF)
-    all_served(Case(fast, setup, together([257]), placed((MISSING, 0))))
+    all_served(Case(fast, setup, together([257]), placed((HOLE, 0))))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_those_that_run_go_on_while_others_wait_for_their_place(stages: int) -> None:
     setup = Setup(stages=stages, policy=BatchPolicyName.FIFO, max_running=1)
     mine = world(cost(), link(0.05))
-    all_served(Case(mine, setup, together([1, 257]), placed((), (MISSING, 0))))
+    all_served(Case(mine, setup, together([1, 257]), placed((), (HOLE, 0))))
 
 
 # -- counted by hand: a chunk takes 1 s to compute, a layer of a suffix of one chunk 0.25 s
@@ -397,7 +398,7 @@ def test_latency_comes_once_a_load() -> None:
 
 
 def test_load_stops_at_the_first_hole() -> None:
-    result = one(Engine.LOAD, world(cost(), link(0.25)), (0, MISSING, 0))
+    result = one(Engine.LOAD, world(cost(), link(0.25)), (0, HOLE, 0))
     assert result.mean_ttft_s == pytest.approx(0.0625 + 3)
     assert result.served[0].loaded_bytes == CHUNK_BYTES
 
@@ -426,7 +427,7 @@ def test_a_staircase_of_equal_rates_is_near_the_least_that_both_lanes_need() -> 
     ],
 )
 def test_a_hole_in_the_middle(engine: Engine, load_s: float, ttft_s: float) -> None:
-    result = one(engine, world(cost(), link(load_s)), (0, MISSING, 0))
+    result = one(engine, world(cost(), link(load_s)), (0, HOLE, 0))
     assert result.mean_ttft_s == pytest.approx(ttft_s)
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from cacheflow_sgl.core.geometry import Span
 from cacheflow_sgl.core.simulator.beliefs import Beliefs
-from cacheflow_sgl.core.simulator.requests import MISSING
 from cacheflow_sgl.core.simulator.restores import Plot
 from cacheflow_sgl.core.simulator.staircase_restore import staircase_restore
+from cacheflow_sgl.core.staircase import HOLE
 from tests.core.simulator.restoring import NOW, Lanes, plot, walk
 from tests.core.simulator.worlds import CELL_BYTES, CHUNK, CHUNK_BYTES, LAYERS, cost, link, world
 
-places = st.lists(st.sampled_from([0, 0, 1, MISSING]), max_size=6).map(lambda tiers: (*tiers, 0))
+places = st.lists(st.sampled_from([0, 0, 1, HOLE]), max_size=6).map(lambda tiers: (*tiers, 0))
 seconds = st.sampled_from([0.05, 0.3, 1.0, 4.0])
 plots = st.builds(
     lambda tiers, near, far, latency_s, boundary, suffix: plot(
@@ -45,7 +45,7 @@ def test_every_cell_comes_once_in_any_order(mine: Plot, data: st.DataObject) -> 
     assert len(computed) == len(lanes.forwards), "a chunk computed twice"
     rest: Counter[int] = Counter()
     for chunk, tier in zip(mine.chunks, mine.tiers, strict=True):
-        if tier == MISSING:
+        if tier == HOLE:
             assert computed[chunk] == LAYERS
         else:
             rest[tier] += (LAYERS - computed.get(chunk, 0)) * CELL_BYTES
@@ -73,9 +73,9 @@ def test_what_is_left_is_what_nobody_has_claimed(mine: Plot, data: st.DataObject
         return  # the last loads are claimed at once
     left: Counter[int] = Counter()
     for tier, chunk in zip(mine.tiers, mine.chunks, strict=True):
-        left[tier] += CHUNK_BYTES * (tier != MISSING)
+        left[tier] += CHUNK_BYTES * (tier != HOLE)
         for forward in lanes.forwards:
-            if forward.span == chunk and tier != MISSING:
+            if forward.span == chunk and tier != HOLE:
                 left[tier] -= forward.layers * CELL_BYTES
     left.subtract(lanes.loaded_bytes())
     links = mine.beliefs.links
@@ -87,7 +87,7 @@ def test_nothing_is_left_to_load_once_all_is_claimed_whatever_was_learned() -> N
     """Or a batch that lets nobody compute before their loads would wait for a rest for good."""
     mine = world()
     beliefs = Beliefs.learning(mine.compute, mine.links)
-    restore = staircase_restore(plot(mine, MISSING, 0, 0, beliefs=beliefs))
+    restore = staircase_restore(plot(mine, HOLE, 0, 0, beliefs=beliefs))
     lanes = Lanes(restore)
     assert restore.load_left_s == pytest.approx(2.0)
     assert restore.step_load_s == 0.0, "the next step is a hole"
@@ -168,7 +168,7 @@ def test_nothing_is_loaded_that_chains_compute_to_a_slower_link() -> None:
 
 
 def test_behind_a_hole_nothing_is_chained() -> None:
-    restore = staircase_restore(plot(world(cost(), link(), link(50.0)), 0, MISSING, 0, 1, 0))
+    restore = staircase_restore(plot(world(cost(), link(), link(50.0)), 0, HOLE, 0, 1, 0))
     load = restore.next_load(0, 0.0)
     assert load is not None and load.span == Span(0, CHUNK)
 
@@ -234,7 +234,7 @@ def test_a_stage_behind_one_that_only_loads_can_only_load() -> None:
 
 
 def test_a_stage_behind_one_that_closes_still_computes_its_holes() -> None:
-    fast = plot(world(cost(), link(0.01)), MISSING, 0)
+    fast = plot(world(cost(), link(0.01)), HOLE, 0)
     before = Lanes(staircase_restore(fast))
     behind = Lanes(staircase_restore(fast, upstream=before.restore))
     assert before.compute() is not None

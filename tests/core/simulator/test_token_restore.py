@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from cacheflow_sgl.core.geometry import Span
 from cacheflow_sgl.core.policies import Policy
-from cacheflow_sgl.core.simulator.requests import MISSING
 from cacheflow_sgl.core.simulator.token_restore import PAGE, token_restore
+from cacheflow_sgl.core.staircase import HOLE
 from tests.core.simulator.restoring import NOW, Lanes, plot, walk
 from tests.core.simulator.worlds import CHUNK, CHUNK_BYTES, LAYERS, cost, link, world
 
 policies = st.sampled_from([Policy.CAKE, Policy.CACHEFLOW])
-places = st.lists(st.sampled_from([0, 0, 1, MISSING]), max_size=6).map(lambda tiers: (*tiers, 0))
+places = st.lists(st.sampled_from([0, 0, 1, HOLE]), max_size=6).map(lambda tiers: (*tiers, 0))
 
 
 @settings(deadline=None)
@@ -75,13 +75,13 @@ def test_cacheflow_takes_the_better_single_way_whole(load_s: float, loads: bool)
 
 
 def test_a_load_alone_is_no_way_over_a_hole() -> None:
-    lanes = Lanes(token_restore(plot(world(cost(), link(0.01)), 0, MISSING, 0), Policy.CACHEFLOW))
+    lanes = Lanes(token_restore(plot(world(cost(), link(0.01)), 0, HOLE, 0), Policy.CACHEFLOW))
     assert not lanes.restore.closing
 
 
 def test_a_hole_is_nothing_to_load() -> None:
     """Or a batch that lets nobody compute before their loads would wait for it for good."""
-    restore = token_restore(plot(world(), MISSING, 0, 0), Policy.CAKE)
+    restore = token_restore(plot(world(), HOLE, 0, 0), Policy.CAKE)
     lanes = Lanes(restore)
     assert (restore.load_left_s, restore.step_load_s) == (2.0, 0.0)
     lanes.load()
